@@ -1,0 +1,32 @@
+# Two commands set everything up: `make demo` and `make test`; both begin with `make install`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint marks clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "trainwright needs Python 3.11 or newer; name one with make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev]' --constraint constraints.txt
+	@touch $@
+
+demo: install
+	$(BIN)/trainwright demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+marks: install
+	$(BIN)/python benchmarks/marks.py
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,87 @@
+"""One run predicted: the table of length one, as a `Prediction`."""
+
+import numpy as np
+
+from trainwright.plan.evaluation import Evaluation
+from trainwright.plan.table import Floats, Table
+from trainwright.spec.answers import Prediction, StageMemory
+from trainwright.spec.cluster import Format
+from trainwright.spec.errors import reject
+from trainwright.spec.ledger import BytesCause, Ledger, SecondsCause
+from trainwright.spec.model import FlopConvention
+from trainwright.spec.run import Run
+from trainwright.spec.stages import layers_of_stages
+from trainwright.spec.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
+
+CONVENTION: FlopConvention = "full"
+"""What MFU counts, as most published figures do (PaLM, Megatron-LM)."""
+
+
+def predict(run: Run) -> Prediction:
+    """Memory, time and their causes for a run. Raises `InvalidSpec` where the run contradicts itself."""
+    run.check()
+    tokens = None if run.budget is None else run.budget.tokens
+    return prediction(Evaluation(Table.of_run(run)), 0, tokens)
+
+
+def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Prediction:
+    """The `Prediction` of one row of a table."""
+    table = evaluation.table
+    layout, recipe = table.layout(row), table.recipe_of(row)
+    group = evaluation.groups[evaluation.group_of[row]]
+    at = int(evaluation.place[row])
+    stages = _stages(group.memory.bytes, at, table.model.num_layers, layout.pp, layout.vpp)
+    fullest = max(stages, key=lambda stage: stage.ledger.total_bytes)
+    seconds = _tidy(evaluation.seconds(row))
+    fmt: Format = recipe.matmul_format
+    peak = table.cluster.peak(fmt)
+    if peak is None:
+        reject("recipe.precision", recipe.precision, f"{table.cluster.device.name} has no peak for it")
+    flops = table.model.flops_per_token(recipe.seq_len, CONVENTION) * recipe.tokens_per_step / layout.world
+    step_s = sum(seconds.values())
+    again = float(group.flops_recomputed[at])
+    days = hours = cost = None
+    if tokens is not None:
+        total_s = -(-tokens // recipe.tokens_per_step) * step_s
+        days, hours = total_s / SECONDS_PER_DAY, total_s * layout.world / SECONDS_PER_HOUR
+        price = table.cluster.usd_per_device_hour
+        cost = None if price is None else hours * price
+    return Prediction(
+        layout=layout,
+        recipe=recipe,
+        ledger=Ledger(seconds=seconds, bytes=fullest.ledger.bytes),
+        state_bytes={
+            cause: max(stage.ledger.bytes[cause] for stage in stages)
+            for cause in ("parameters", "gradients", "optimizer")
+        },
+        stages=stages,
+        mfu=flops / step_s / peak,
+        hfu=(flops + again) / step_s / peak,
+        convention=CONVENTION,
+        peak_format=fmt,
+        peak_flops_per_s=peak,
+        model_flops_per_device=flops,
+        capacity_bytes=table.cluster.device.memory_bytes,
+        gpu_hours=hours,
+        days=days,
+        cost_usd=cost,
+    )
+
+
+def _tidy(seconds: dict[SecondsCause, float]) -> dict[SecondsCause, float]:
+    """Without the last digits' noise: a bubble of -1e-16 s is none."""
+    return {cause: value if abs(value) > 1e-12 else 0.0 for cause, value in seconds.items()}
+
+
+def _stages(
+    by_cause: dict[BytesCause, Floats], row: int, num_layers: int, pp: int, vpp: int
+) -> tuple[StageMemory, ...]:
+    layers = np.array([len(held) for held in layers_of_stages(num_layers, pp * vpp)]).reshape(vpp, pp)
+    return tuple(
+        StageMemory(
+            pp_rank=rank,
+            layers=int(layers[:, rank].sum()),
+            ledger=Ledger(bytes={cause: float(value[row, rank]) for cause, value in by_cause.items()}),
+        )
+        for rank in range(pp)
+    )

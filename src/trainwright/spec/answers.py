@@ -1,0 +1,171 @@
+"""What the planner answers and what the comparison answers, as values that present and JSON show.
+
+The JSON keys of `Prediction.report` and `Answer.report` are a contract with scripts: they stay.
+"""
+
+from typing import Any
+
+from trainwright.spec.base import Natural, Noun, Sequence
+from trainwright.spec.layout import Layout
+from trainwright.spec.ledger import Ledger
+from trainwright.spec.model import FlopConvention
+from trainwright.spec.recipe import Recipe
+
+
+class StageMemory(Noun):
+    """Bytes of one pipeline rank at its own peak, by cause."""
+
+    pp_rank: Natural
+    layers: Natural
+    ledger: Ledger
+
+
+class Prediction(Noun):
+    """One run as the planner sees it."""
+
+    layout: Layout
+    recipe: Recipe
+    ledger: Ledger
+    """Seconds of the step by cause, and bytes by cause of the fullest rank at its peak."""
+    state_bytes: dict[str, float]
+    """Parameters, gradients and optimizer of the fullest rank, whenever they are largest."""
+    stages: Sequence[StageMemory]
+    mfu: float
+    hfu: float
+    """Like mfu, with recomputed FLOPs counted as work."""
+    convention: FlopConvention
+    peak_format: str
+    """The number format whose dense peak mfu and hfu are fractions of."""
+    peak_flops_per_s: float
+    model_flops_per_device: float
+    """Of a step, under the convention."""
+    capacity_bytes: float
+    """Memory of a device."""
+    gpu_hours: float | None = None
+    days: float | None = None
+    cost_usd: float | None = None
+    """The three of the whole budget, where the run has one (and the cluster a price)."""
+
+    @property
+    def step_s(self) -> float:
+        return self.ledger.total_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.ledger.total_bytes
+
+    @property
+    def short_by_bytes(self) -> float:
+        """Bytes that are missing; 0 where it fits."""
+        return max(0.0, self.peak_bytes - self.capacity_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.short_by_bytes == 0
+
+    @property
+    def largest_bytes_cause(self) -> str:
+        return max(self.ledger.bytes, key=lambda cause: self.ledger.bytes[cause])
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.recipe.tokens_per_step / self.step_s / self.layout.world
+
+    @property
+    def flops_per_s_per_device(self) -> float:
+        return self.model_flops_per_device / self.step_s
+
+    def report(self) -> dict[str, Any]:
+        """The JSON form, with stable keys."""
+        values: dict[str, Any] = {
+            "layout": self.layout.plain(),
+            "recipe": self.recipe.plain(),
+            "step_s": self.step_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_device,
+            "tflops_per_gpu": self.flops_per_s_per_device / 1e12,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "mfu_convention": self.convention,
+            "mfu_peak": {"format": self.peak_format, "flops_per_s": self.peak_flops_per_s},
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "bytes_by_cause": dict(self.ledger.bytes),
+            "seconds_by_cause": dict(self.ledger.seconds),
+            "fits": self.fits,
+        }
+        if not self.fits:
+            values |= {"short_by_bytes": self.short_by_bytes, "cause": self.largest_bytes_cause}
+        totals = {"gpu_hours": self.gpu_hours, "days": self.days, "cost_usd": self.cost_usd}
+        return values | {key: value for key, value in totals.items() if value is not None}
+
+
+class Answer(Noun):
+    """What a search found."""
+
+    considered: Natural
+    feasible: Natural
+    plans: Sequence[Prediction]
+    """Fastest first; empty where nothing fits."""
+    why: Sequence[str]
+
+    def report(self, search_s: float) -> dict[str, Any]:
+        """The JSON form, with stable keys. `search_s` is what the search took by the caller's clock."""
+        return {
+            "considered": self.considered,
+            "feasible": self.feasible,
+            "search_s": search_s,
+            "plans": [plan.report() for plan in self.plans],
+            "why": list(self.why),
+        }
+
+
+class ComparedQuantity(Noun):
+    """One quantity, predicted and seen, in the unit that its name ends in."""
+
+    name: str
+    predicted: float
+    seen: float
+
+    @property
+    def residual(self) -> float:
+        return self.seen - self.predicted
+
+    @property
+    def relative_residual(self) -> float | None:
+        """Residual over prediction; None where nothing was predicted."""
+        return self.residual / self.predicted if self.predicted else None
+
+
+class Comparison(Noun):
+    """A finished run against its prediction."""
+
+    run_name: str
+    run_hash: str
+    quantities: Sequence[ComparedQuantity]
+    """step_s, tokens_per_s, then bytes of states and peak of the rank with the largest peak."""
+    seconds: Sequence[ComparedQuantity]
+    """A step's seconds by the causes that the program can tell apart (`ledger.SEEN_SECONDS`)."""
+    bytes: Sequence[ComparedQuantity]
+    """Bytes at the peak by `ledger.SEEN_BYTES`, of the rank with the largest peak."""
+
+    def report(self) -> dict[str, Any]:
+        """The JSON form, with stable keys."""
+
+        def rows(quantities: tuple[ComparedQuantity, ...]) -> dict[str, dict[str, float | None]]:
+            return {
+                each.name: {
+                    "predicted": each.predicted,
+                    "seen": each.seen,
+                    "residual": each.residual,
+                    "relative_residual": each.relative_residual,
+                }
+                for each in quantities
+            }
+
+        return {
+            "run": self.run_name,
+            "run_hash": self.run_hash,
+            "quantities": rows(self.quantities),
+            "seconds_by_cause": rows(self.seconds),
+            "bytes_by_cause": rows(self.bytes),
+        }

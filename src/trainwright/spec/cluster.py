@@ -1,0 +1,232 @@
+"""What it runs on: device, node, fabric, measured rates, price; and where each number comes from.
+
+A cluster is data (`data/clusters/*.toml`, or a file that `calibrate` wrote). Bandwidths are per direction.
+`link` is the scale-up fabric (NVLink, xGMI, or shared memory between the processes of one CPU node), `network`
+the scale-out one. Nominal figures come from datasheets; `rates` says what fraction of them real kernels and
+collectives reach. `provenance` covers every number: a datasheet, a measurement, or an assumption.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trainwright.spec.base import Count, Fraction, Natural, NonNegative, Noun, Positive, Probability, Sequence
+from trainwright.spec.errors import reject
+
+Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+"""Number formats that a device may have a matmul rate for."""
+
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+class Provenance(Noun):
+    """Where a number comes from."""
+
+    kind: Literal["datasheet", "measured", "assumed"]
+    source: str
+    """Document with its date, the command that measured, or the reason for the assumption."""
+    samples: Natural = 0
+    """Measurements behind it, where it was measured here."""
+
+
+class Curve(Noun):
+    """A fraction as a function of size, linear in the logarithm of the size between the given points and
+    constant outside them. One point is a constant."""
+
+    size: Annotated[Sequence[Positive], Field(min_length=1)]
+    fraction: Annotated[Sequence[Annotated[float, Field(gt=0, le=1.5)]], Field(min_length=1)]
+    """Above 1 only where boost clocks beat the nominal peak."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Curve":
+        if len(self.size) != len(self.fraction):
+            reject("fraction", len(self.fraction), f"needs as many points as size has: {len(self.size)}")
+        if any(later <= earlier for earlier, later in zip(self.size, self.size[1:], strict=False)):
+            reject("size", list(self.size), "must rise from point to point")
+        return self
+
+    def at(self, size: float) -> float:
+        """The fraction at one size. `plan` evaluates whole arrays of them with the same rule."""
+        if size <= self.size[0]:
+            return self.fraction[0]
+        if size >= self.size[-1]:
+            return self.fraction[-1]
+        right = bisect.bisect_right(self.size, size)
+        low, high = math.log(self.size[right - 1]), math.log(self.size[right])
+        weight = (math.log(size) - low) / (high - low)
+        return self.fraction[right - 1] * (1 - weight) + self.fraction[right] * weight
+
+
+class PeakFlops(Noun):
+    """Dense matmul peak by number format, FLOP/s; None where the device has no such format."""
+
+    fp64: Positive | None = None
+    fp32: Positive
+    tf32: Positive | None = None
+    bf16: Positive | None = None
+    fp16: Positive | None = None
+    fp8: Positive | None = None
+    fp4: Positive | None = None
+
+
+class Device(Noun):
+    """One accelerator; on a CPU node, one process with one thread."""
+
+    name: str
+    kind: Literal["cuda", "rocm", "cpu"]
+    peak_flops_per_s: PeakFlops
+    memory_bytes: Count
+    """Memory that a program can allocate: HBM of a GPU, a process's share of a CPU node's memory."""
+    memory_bytes_per_s: Positive
+    num_sms: Count
+    """Streaming multiprocessors, compute units, or cores."""
+    tdp_w: Positive | None = None
+
+
+class Node(Noun):
+    """Devices that share a host."""
+
+    devices: Count
+    concurrent_devices: Count
+    """How many of them can compute at the same time: all on a GPU node, the cores of a CPU node."""
+    host_bytes_per_s: Positive | None = None
+    """Host link of one device, per direction."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Node":
+        if self.concurrent_devices > self.devices:
+            reject("concurrent_devices", self.concurrent_devices, f"must be at most devices={self.devices}")
+        return self
+
+
+class Fabric(Noun):
+    """Links between devices. Bandwidths are nominal, per direction."""
+
+    link: str
+    """The scale-up fabric by name, such as "NVLink 4 + NVSwitch"."""
+    link_domain: Count
+    """Devices that reach one another over the scale-up fabric: 8 in an HGX node, 72 in an NVL72 rack."""
+    link_bytes_per_s: Positive
+    """Per device."""
+    network: str = "none"
+    """The scale-out fabric by name, such as "InfiniBand NDR"."""
+    nics_per_node: Natural = 0
+    """0: there is one node only."""
+    nic_bytes_per_s: NonNegative = 0.0
+    """Per NIC."""
+    in_network_reduction: bool = False
+    """Switches add up all-reduces (SHARP)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Fabric":
+        if self.nics_per_node and not self.nic_bytes_per_s:
+            reject("nic_bytes_per_s", self.nic_bytes_per_s, "must be above zero where nics_per_node is")
+        return self
+
+
+class CollectiveRate(Noun):
+    """A collective as it was measured: seconds = latency_s + message bytes / bytes_per_s.
+
+    The message is the whole tensor: what all_reduce sums, all_gather ends with, reduce_scatter begins with.
+    """
+
+    op: CollectiveOp
+    group_size: Count
+    latency_s: NonNegative
+    bytes_per_s: Positive
+
+
+class Rates(Noun):
+    """What real programs reach of the nominal figures."""
+
+    matmul: dict[str, Curve]
+    """Fraction of the peak by number format, against the FLOPs of one square matmul."""
+    matmul_half_dim: NonNegative = 0.0
+    """h in the penalty for short dimensions, (1 + h/m)(1 + h/k)(1 + h/n) over that of the square matmul with the
+    same FLOPs, which the curve describes."""
+    attention_forward: Curve
+    """Fraction of the bf16 (on CPU: fp32) matmul peak, causal FLOPs, against the sequence length."""
+    attention_backward: Curve
+    memory: Annotated[float, Field(gt=0, le=1)]
+    """Fraction of the memory bandwidth that elementwise kernels reach."""
+    launch_s: NonNegative
+    """Fixed cost of one kernel or operator."""
+    link: Fraction
+    """Fraction of the link bandwidth that large collectives reach (bus bandwidth over nominal)."""
+    link_latency_s: NonNegative
+    """Of one hop of a ring inside the scale-up domain."""
+    network: Fraction
+    network_latency_s: NonNegative
+    """Of one hop of a ring between nodes."""
+    collectives: Sequence[CollectiveRate] = ()
+    """Measured ones; they go before the formula from link and network."""
+    overlap: Probability = 0.0
+    """Largest fraction of dp communication that hides behind compute where there is compute enough."""
+    straggling_per_doubling: NonNegative = 0.0
+    """Fraction of a step that each doubling of the devices beyond one node adds by waiting for the slowest."""
+    step_overhead_s: NonNegative = 0.0
+    """Host work of a step that no operation accounts for (data, Python, logging)."""
+    microbatch_overhead_s: NonNegative = 0.0
+    """Host work of one pipeline act that no operation accounts for."""
+
+
+class ClusterSpec(Noun):
+    """Device, node, fabric and rates, with the source of each number."""
+
+    name: str
+    device: Device
+    node: Node
+    fabric: Fabric
+    rates: Rates
+    framework_bytes: Natural = 0
+    """Memory of a device that the program can't use for tensors: context, communicator buffers, fragments."""
+    usd_per_device_hour: Positive | None = None
+    failures_per_device_day: Positive | None = None
+    provenance: dict[str, Provenance]
+    """By dotted field; an entry covers all that lies below it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClusterSpec":
+        for field in numeric_fields(self.model_dump(exclude={"provenance"}, exclude_none=True)):
+            if not self.provenance_of(field):
+                reject("provenance", field, "has no source; add an entry for it or for the table it stands in")
+        return self
+
+    def provenance_of(self, field: str) -> Provenance | None:
+        """The entry for `field`, or for the nearest table that holds it."""
+        parts = field.split(".")
+        for length in range(len(parts), 0, -1):
+            entry = self.provenance.get(".".join(parts[:length]))
+            if entry:
+                return entry
+        return None
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Of one device, per direction, when all devices of its node use the NICs."""
+        return self.fabric.nics_per_node * self.fabric.nic_bytes_per_s / self.node.devices
+
+    @property
+    def max_devices(self) -> float:
+        """How many devices a layout may use: one node's without a network."""
+        return math.inf if self.fabric.nics_per_node else max(self.node.devices, self.fabric.link_domain)
+
+    def peak(self, fmt: Format) -> float | None:
+        """Dense peak of a device for a number format, FLOP/s; None if it has none."""
+        return getattr(self.device.peak_flops_per_s, fmt)
+
+
+def numeric_fields(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of the numbers in nested tables; flags aren't numbers."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from numeric_fields(value, f"{path}.")
+        elif isinstance(value, (list, tuple)):
+            if value:
+                yield path
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield path

@@ -1,0 +1,92 @@
+"""How the ranks are arranged: the degree of each axis, a rank's coordinates, and the groups.
+
+Innermost to outermost the axes are tp, cp, pp, dp: neighbouring ranks are tensor-parallel peers, which need
+the fastest links. The rank count is tp * cp * pp * dp.
+
+Experts are NOT a fifth factor, unlike in the textbook product `gpus = tp * cp * pp * ep * dp`: within one
+pipeline stage the same tp * cp * dp ranks are re-read as a grid etp x ep x edp, innermost first, so ep is
+carved out of dp and cp (and of tp, where etp < tp), as Megatron-Core and DeepSeek-V3 do.
+"""
+
+from typing import Literal, NamedTuple
+
+from pydantic import model_validator
+
+from trainwright.spec.base import Count, Noun
+from trainwright.spec.errors import reject
+
+Axis = Literal["tp", "cp", "pp", "dp"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
+"""Innermost first."""
+
+
+class Coordinate(NamedTuple):
+    """Place of a rank on each axis."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+
+
+class Layout(Noun):
+    """Degrees of parallelism. `vpp` is the number of model chunks that each pipeline rank holds."""
+
+    tp: Count = 1
+    cp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    dp: Count = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> "Layout":
+        plane = self.tp * self.cp * self.dp
+        if plane % (self.ep * self.etp):
+            allowed = [degree for degree in range(1, plane + 1) if plane % (degree * self.etp) == 0]
+            options = ", ".join(map(str, allowed[:12])) or "none with this etp"
+            reject("ep", self.ep, f"times etp={self.etp} does not divide tp*cp*dp={plane}; ep may be {options}")
+        if self.vpp > 1 and self.pp == 1:
+            reject("vpp", self.vpp, "needs pp above 1; set layout.vpp=1")
+        return self
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def stages(self) -> int:
+        """Pieces that the layers are cut into: chunks of all pipeline ranks."""
+        return self.pp * self.vpp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def degree(self, axis: Axis) -> int:
+        return getattr(self, axis)
+
+    def stride(self, axis: Axis) -> int:
+        """Distance between the ranks of two neighbours on `axis`."""
+        stride = 1
+        for inner in AXES[: AXES.index(axis)]:
+            stride *= self.degree(inner)
+        return stride
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Place of `rank` on each axis."""
+        if not 0 <= rank < self.world:
+            reject("rank", rank, f"must be from 0 to {self.world - 1}, the layout's ranks")
+        return Coordinate(*(rank // self.stride(axis) % self.degree(axis) for axis in AXES))
+
+    def rank(self, coordinate: Coordinate) -> int:
+        return sum(at * self.stride(axis) for axis, at in zip(AXES, coordinate, strict=True))
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """The groups of an axis, each a tuple of ranks in the order of the axis; every rank is in one."""
+        degree, stride = self.degree(axis), self.stride(axis)
+        firsts = (rank for rank in range(self.world) if rank // stride % degree == 0)
+        return tuple(tuple(first + at * stride for at in range(degree)) for first in firsts)

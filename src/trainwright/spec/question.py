@@ -1,0 +1,34 @@
+"""What the planner is asked: which layout and recipe train this model fastest on that many devices?"""
+
+from pydantic import model_validator
+
+from trainwright.spec.base import Count, Noun
+from trainwright.spec.cluster import ClusterSpec
+from trainwright.spec.errors import nearest, reject
+from trainwright.spec.model import ModelSpec
+from trainwright.spec.recipe import Recipe
+
+SEARCHED = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch", "zero", "recompute", "schedule")
+"""Fields that the search chooses, unless the question fixes them."""
+
+
+class Question(Noun):
+    """A search. `recipe` gives what is not searched; of the fields in SEARCHED its values don't count, but those
+    in `fixed` do."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    devices: Count
+    recipe: Recipe
+    tokens: Count | None = None
+    fixed: dict[str, int | str] = {}  # noqa: RUF012  (pydantic copies defaults)
+    """Choices that are made already, by the names in SEARCHED."""
+    top: Count = 1
+    """How many plans to return."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Question":
+        for name in self.fixed:
+            if name not in SEARCHED:
+                reject("fixed", name, f"is not searched; {nearest(name, SEARCHED)}")
+        return self

@@ -1,0 +1,93 @@
+"""What a running program writes down: micro-measurements (`samples.jsonl`), the steps of a training run
+(`metrics.jsonl`) and, for each of its ranks, where time and memory went (`ledger.jsonl`). One JSON object per
+line, each one of these nouns. What calibration makes of the samples is here too."""
+
+from typing import Literal
+
+from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Sequence
+from trainwright.spec.cluster import ClusterSpec
+
+SampleOp = Literal[
+    "matmul",
+    "attention_forward",
+    "attention_backward",
+    "copy",
+    "launch",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+]
+
+
+class Sample(Noun):
+    """One operation measured several times on one rank."""
+
+    op: SampleOp
+    precision: Literal["fp32", "bf16", "fp64"]
+    size: Positive
+    """What its rate is a curve of: FLOPs of the call for matmul, sequence length for attention, bytes moved
+    for copy (read and written), message bytes for a collective (the whole tensor), 1 for launch."""
+    work: Positive
+    """FLOPs of the call (causal ones for attention), or bytes for copy and collectives; 1 for launch."""
+    busy_ranks: Count
+    """Ranks of the node that did the same at the same time; for a collective, its group's size."""
+    rank: Natural = 0
+    seconds: Sequence[Positive]
+    """One per repetition, in order, the first ones (warm-up) left out."""
+
+
+class StepRecord(Noun):
+    """One step of a training run: a line of `metrics.jsonl`."""
+
+    step: Count
+    """From 1 on."""
+    loss: float
+    """Mean over the step's tokens."""
+    tokens_per_s: NonNegative
+    """Of all ranks together."""
+    step_s: NonNegative
+    mfu: NonNegative
+    """Under the planner's convention, against the peak of the run's precision."""
+    grad_norm: float
+    """Before clipping, over all axes."""
+    peak_bytes: NonNegative
+    """Most bytes of live tensors so far on the rank that writes."""
+
+
+class RankRecord(Noun):
+    """One rank of a finished training run."""
+
+    run_hash: str
+    rank: Natural
+    pp_rank: Natural
+    steps_timed: Natural
+    """Steps that step_s is the median of; warm-up and instrumented steps are not among them."""
+    step_s: NonNegative
+    tokens_per_s: NonNegative
+    """Of the whole run, all ranks together."""
+    seconds: dict[str, float]
+    """Of an instrumented step, by the keys of `ledger.SEEN_SECONDS`, scaled to sum to step_s."""
+    bytes: dict[str, float]
+    """Bytes of parameters, gradients and optimizer, each counted over its tensors on this rank."""
+    peak_bytes: NonNegative
+    """Most bytes of live tensors at one time during a step, states included."""
+
+
+class Fit(Noun):
+    """How well one fitted rate says the samples that it was fitted to."""
+
+    name: str
+    samples: Count
+    """Repetitions in all."""
+    median_error: NonNegative
+    """Of the measured sizes, |predicted - median seen| / median seen: the median over sizes, and the largest."""
+    worst_error: NonNegative
+
+
+class Calibration(Noun):
+    """A cluster that was measured, with the quality of its fits."""
+
+    cluster: ClusterSpec
+    fits: Sequence[Fit]

@@ -1,0 +1,171 @@
+"""One complete description of a training run: model, cluster, layout, recipe, data, token budget.
+
+`check()` cross-examines the nouns: what each can't know of the others. It is called at the door, when a run
+is read or planned; behind it nobody checks again. The hash is that of the content, not of the file's text.
+"""
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field
+
+from trainwright.spec.base import Count, Noun
+from trainwright.spec.cluster import ClusterSpec
+from trainwright.spec.errors import reject
+from trainwright.spec.layout import Layout
+from trainwright.spec.model import GroupedQueryAttention, ModelSpec, MoeMlp
+from trainwright.spec.recipe import Recipe
+from trainwright.spec.stages import layers_of_stages
+
+
+class DataSpec(Noun):
+    """What it is trained on."""
+
+    source: Literal["python-stdlib", "shards"] = "python-stdlib"
+    """python-stdlib: the sources of the running Python's standard library, tokenized by a BPE trained on
+    them; shards: a directory of token shards."""
+    path: str = ""
+    """Directory of the shards; empty for python-stdlib, which is kept in the cache."""
+    vocab_size: Count = Field(default=4096, ge=258)
+    """Of the BPE that is trained for python-stdlib; for shards, the largest that they may use."""
+
+
+class Budget(Noun):
+    """How long it is trained."""
+
+    tokens: Count
+
+
+class Run(Noun):
+    """Everything that `predict`, `train` and `compare` need to know."""
+
+    name: str = "run"
+    layout: Layout
+    recipe: Recipe
+    data: DataSpec = DataSpec()
+    budget: Budget | None = None
+    """None: open-ended; `train --steps` says how far."""
+    model: ModelSpec
+    cluster: ClusterSpec
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step on each data-parallel rank."""
+        return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the budget buys, the last one full; None without a budget."""
+        return None if self.budget is None else -(-self.budget.tokens // self.recipe.tokens_per_step)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of the content: equal runs have equal hashes, however they are written."""
+        text = json.dumps(self.plain(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def check(self) -> "Run":
+        """Raise `InvalidSpec` at the first field that doesn't fit the others; return self."""
+        self._check_model()
+        self._check_pipeline()
+        self._check_batch()
+        self._check_cluster()
+        self._check_data()
+        return self
+
+    def _check_batch(self) -> None:
+        recipe, layout = self.recipe, self.layout
+        per_pass = recipe.micro_batch * layout.dp
+        if recipe.global_batch % per_pass:
+            reject(
+                "recipe.global_batch",
+                recipe.global_batch,
+                f"must be a multiple of micro_batch*dp={recipe.micro_batch}*{layout.dp}={per_pass}",
+            )
+        if layout.dp % recipe.dp_replicate:
+            reject("recipe.dp_replicate", recipe.dp_replicate, f"must divide layout.dp={layout.dp}")
+        split = layout.cp * (layout.tp if recipe.sequence_parallel else 1)
+        if recipe.seq_len % split:
+            reject(
+                "recipe.seq_len",
+                recipe.seq_len,
+                f"must be a multiple of {split}, as cp={layout.cp} and sequence-parallel tp={layout.tp} cut it",
+            )
+        if recipe.seq_len > self.model.max_positions:
+            reject(
+                "recipe.seq_len",
+                recipe.seq_len,
+                f"is beyond model.max_positions={self.model.max_positions}; shorten it or raise max_positions",
+            )
+
+    def _check_cluster(self) -> None:
+        layout, cluster = self.layout, self.cluster
+        if layout.world > cluster.max_devices:
+            reject(
+                "layout",
+                f"{layout.world} ranks",
+                f"cluster {cluster.name} has no network and holds {cluster.max_devices:.0f} devices; "
+                "lower the degrees or give fabric.nics_per_node",
+            )
+        if self.recipe.precision != "fp64" and cluster.peak(self.recipe.matmul_format) is None:
+            known = [fmt for fmt in ("fp32", "bf16", "fp8") if cluster.peak(fmt) is not None]
+            reject(
+                "recipe.precision",
+                self.recipe.precision,
+                f"{cluster.device.name} has no rate for it; it may be {', '.join(known)}",
+            )
+
+    def _check_model(self) -> None:
+        layout, vocab = self.layout, self.model.vocab_size
+        for layer in self.model.layer_counts():
+            heads = layer.attention.num_heads
+            if heads % layout.tp:
+                reject("layout.tp", layout.tp, f"must divide the {heads} attention heads")
+            if isinstance(layer.attention, GroupedQueryAttention):
+                kv_heads = layer.attention.num_kv_heads
+                if kv_heads % layout.tp and layout.tp % kv_heads:
+                    reject("layout.tp", layout.tp, f"and the {kv_heads} key/value heads don't divide one another")
+            tp, field = (layout.etp, "layout.etp") if isinstance(layer.mlp, MoeMlp) else (layout.tp, "layout.tp")
+            if layer.mlp.d_ff % tp:
+                reject(field, tp, f"must divide the MLP width d_ff={layer.mlp.d_ff}")
+            if isinstance(layer.mlp, MoeMlp):
+                if layer.mlp.num_experts % layout.ep:
+                    reject("layout.ep", layout.ep, f"must divide the {layer.mlp.num_experts} experts")
+                if layer.mlp.d_ff_shared % layout.tp:
+                    reject("layout.tp", layout.tp, f"must divide d_ff_shared={layer.mlp.d_ff_shared}")
+        if layout.tp > vocab:
+            reject("layout.tp", layout.tp, f"must be at most vocab_size={vocab}")
+        if not self.model.is_moe and layout.ep > 1:
+            reject("layout.ep", layout.ep, f"{self.model.name} has no experts; set layout.ep=1")
+        if not self.model.is_moe and layout.etp > 1:
+            reject("layout.etp", layout.etp, f"{self.model.name} has no experts; set layout.etp=1")
+
+    def _check_pipeline(self) -> None:
+        layout, recipe = self.layout, self.recipe
+        layers_of_stages(self.model.num_layers, layout.stages)
+        if layout.vpp > 1 and recipe.schedule != "interleaved_1f1b":
+            reject(
+                "recipe.schedule",
+                recipe.schedule,
+                f"runs one chunk per rank; layout.vpp={layout.vpp} needs interleaved_1f1b",
+            )
+        if recipe.schedule == "interleaved_1f1b" and layout.vpp == 1:
+            reject("recipe.schedule", recipe.schedule, "needs layout.vpp above 1; use 1f1b")
+        if recipe.schedule == "interleaved_1f1b" and self.num_microbatches % layout.pp:
+            reject(
+                "recipe.global_batch",
+                recipe.global_batch,
+                f"gives {self.num_microbatches} microbatches per rank; interleaved_1f1b needs a multiple of "
+                f"pp={layout.pp}",
+            )
+
+    def _check_data(self) -> None:
+        if self.data.vocab_size > self.model.vocab_size:
+            reject(
+                "data.vocab_size",
+                self.data.vocab_size,
+                f"must be at most model.vocab_size={self.model.vocab_size}",
+            )
+        if self.data.source == "shards" and not self.data.path:
+            reject("data.path", "", "must name the directory of the shards where data.source=shards")
