@@ -147,7 +147,7 @@ def _stage_seconds(
         time = _piece_time(table, piece, recomputable=at < len(pieces))
         add(forward, time.forward, weight)
         add(backward, time.backward, weight)
-    everywhere = {"host": np.full(rows, table.cluster.rates.microbatch_overhead_s)}
+    everywhere: dict[SecondsCause, Floats] = {"host": np.full(rows, table.cluster.rates.microbatch_overhead_s)}
     add(forward, everywhere, np.ones(stages))
     add(backward, everywhere, np.ones(stages))
     return forward, backward

@@ -4,6 +4,7 @@ A field is a choice; all that follows from it is a property. Nothing is filled i
 turn into plain dicts, so that TOML and JSON are one step away (`spec/toml.py`).
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
@@ -15,8 +16,11 @@ T = TypeVar("T")
 Sequence = Annotated[tuple[T, ...], Strict(False)]
 """A tuple that may be read from a list, as TOML and JSON write it."""
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+LARGEST_INTEGER = 2**53
+"""Whole numbers up to it are exact as floats too; no count of this field comes near."""
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_INTEGER)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -51,18 +55,26 @@ class Noun(BaseModel):
 
     def with_value(self, path: str, value: object) -> Self:
         """A copy with the field at the dotted `path` set, checked: `run.with_value("layout.tp", 4)`."""
+        return self.with_values([(path, value)])
+
+    def with_values(self, choices: Iterable[tuple[str, object]]) -> Self:
+        """A copy with the fields at dotted paths set, in turn, and checked when all are."""
         values = self.model_dump(mode="python")
-        *parents, last = path.split(".")
-        at: Any = values
-        for part in parents:
-            key: Any = int(part) if isinstance(at, (list, tuple)) and part.isdigit() else part
-            try:
-                at = at[key]
-            except (KeyError, IndexError, TypeError):
-                reject(path, value, f"there is no {part!r} on the way to it; look at the run file for the names")
-            if isinstance(at, tuple):
-                reject(path, value, "a list's items can't be set one by one; set the field that holds the list")
-        if not isinstance(at, dict):
-            reject(path, value, f"{'.'.join(parents)} holds a plain value, not fields")
-        at[last] = value
+        for path, value in choices:
+            _set(values, path, value)
         return self.parse(values)
+
+
+def _set(values: dict[str, Any], path: str, value: object) -> None:
+    """Set the field at `path` in nested tables."""
+    *parents, last = path.split(".")
+    at: Any = values
+    for part in parents:
+        if not isinstance(at, dict) or part not in at:
+            reject(path, value, f"there is no {part!r} on the way to it; the run file shows the names")
+        at = at[part]
+        if isinstance(at, (tuple, list)):
+            reject(path, value, "a list's items can't be set one by one; set the field that holds the list")
+    if not isinstance(at, dict):
+        reject(path, value, f"{'.'.join(parents)} holds a plain value, not fields")
+    at[last] = value

@@ -47,7 +47,7 @@ def from_validation(error: ValidationError, noun: type[BaseModel], prefix: str =
     kind, value = first["type"], first["input"]
     if kind == "value_error":
         # Raised by one of our own checks: it names its field already, relative to the noun it stands in.
-        message = str(first["ctx"]["error"])
+        message = str(first.get("ctx", {}).get("error", first["msg"]))
         return InvalidSpec(f"{field}.{message}" if field else message)
     if kind == "extra_forbidden":
         known = _fields_at(noun, [str(part) for part in location[:-1]])

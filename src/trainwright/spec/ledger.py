@@ -2,7 +2,7 @@
 and `seen - predicted` compares them."""
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from trainwright.spec.base import Noun
 
@@ -56,6 +56,8 @@ communication buffers of gathers, reductions and sends
 framework     context, communicators, allocator fragments
 """
 
+Cause = TypeVar("Cause", SecondsCause, BytesCause)
+
 SECONDS_CAUSES: tuple[SecondsCause, ...] = get_args(SecondsCause)
 BYTES_CAUSES: tuple[BytesCause, ...] = get_args(BytesCause)
 
@@ -81,7 +83,7 @@ class Ledger(Noun):
         return Ledger(seconds=_sum(self.seconds, other.seconds, -1), bytes=_sum(self.bytes, other.bytes, -1))
 
 
-def _sum(left: Mapping[str, float], right: Mapping[str, float], sign: int) -> dict[str, float]:
+def _sum(left: Mapping[Cause, float], right: Mapping[Cause, float], sign: int) -> dict[Cause, float]:
     return {cause: left.get(cause, 0) + sign * right.get(cause, 0) for cause in {**left, **right}}
 
 

@@ -209,7 +209,7 @@ class LayerSpec(Noun):
 class LayerGroup(Noun):
     """`pattern` of layers, `repeat` times over."""
 
-    repeat: Count
+    repeat: Annotated[int, Field(ge=1, le=10_000)]
     pattern: Annotated[Sequence[LayerSpec], Field(min_length=1)]
 
 

@@ -49,11 +49,13 @@ class StepRecord(Noun):
     """Of all ranks together."""
     step_s: NonNegative
     mfu: NonNegative
-    """Under the planner's convention, against the peak of the run's precision."""
+    """As the planner counts it; 0 where the cluster has no peak for the run's precision."""
     grad_norm: float
     """Before clipping, over all axes."""
     peak_bytes: NonNegative
-    """Most bytes of live tensors so far on the rank that writes."""
+    """Most bytes of live tensors so far on the rank that writes; 0 until it was measured."""
+    lr: NonNegative
+    """Learning rate of the step."""
 
 
 class RankRecord(Noun):

@@ -45,7 +45,5 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 
 def with_assignments(noun: N, assignments: list[str]) -> N:
-    """A copy with `field=value` texts applied in turn."""
-    for text in assignments:
-        noun = noun.with_value(*parse_assignment(text))
-    return noun
+    """A copy with `field=value` texts applied in turn, and checked when all are."""
+    return noun.with_values(map(parse_assignment, assignments))

@@ -23,8 +23,9 @@ class Config:
         return key in self._values
 
     def with_absent(self, values: Mapping[str, Any]) -> "Config":
-        """A copy where `values` stand for the keys that are absent."""
-        return Config({**values, **self._values}, self._prefix)
+        """A copy where `values` stand for the keys that are absent or null."""
+        missing = {key: value for key, value in values.items() if self._values.get(key) is None}
+        return Config({**self._values, **missing}, self._prefix)
 
     def reject(self, key: str, remedy: str) -> NoReturn:
         reject(f"{self._prefix}{key}", self._values.get(key), remedy)

@@ -13,6 +13,7 @@ from trainwright.spec.hf.parts import (
     frame,
     gated_mlp,
     grouped,
+    multi_head,
     num_layers,
     read_activation,
     read_attention,
@@ -250,15 +251,15 @@ def _latent_attention(config: Config, q_lora_rank: int | None) -> Plain:
     }
 
 
-def _deepseek(config: Config, *, router: str, method: str, normalize: bool, dense: int) -> Plain:
+def _deepseek(config: Config, *, router: str, method: str, normalize: bool, dense: int, scale: float) -> Plain:
     """DeepSeek-V2, V3 and models of the same code: some dense layers, then experts of which some are shared."""
     config.refuse("mlp_bias", "biases of this family's MLP can't be described; may be false")
     experts, top_k = read_experts(config, "n_routed_experts", "num_local_experts", "num_experts")
     d_ff = config.whole("moe_intermediate_size")
     method = config.word("topk_method", ("greedy", "group_limited_greedy", "noaux_tc"), absent=method)
     # Greedy selection has no groups, whatever n_group says.
-    groups = 1 if method == "greedy" else config.whole("n_group", absent=1)
-    top_groups = 1 if method == "greedy" else config.whole("topk_group", absent=1)
+    groups = 1 if method == "greedy" else config.whole("n_group")
+    top_groups = 1 if method == "greedy" else config.whole("topk_group")
     if experts % groups:
         config.reject("n_group", f"must divide the {experts} experts")
     if top_groups > groups:
@@ -273,7 +274,7 @@ def _deepseek(config: Config, *, router: str, method: str, normalize: bool, dens
         "router": config.word("scoring_func", ("softmax", "sigmoid"), absent=router),
         "balance_bias": method == "noaux_tc",
         "normalize_top_k": config.flag("norm_topk_prob", absent=normalize),
-        "routed_scale": config.number("routed_scaling_factor", absent=1.0),
+        "routed_scale": config.number("routed_scaling_factor", absent=scale),
         "num_groups": groups,
         "top_groups": top_groups,
     }
@@ -289,11 +290,20 @@ def _deepseek(config: Config, *, router: str, method: str, normalize: bool, dens
 
 
 def _deepseek_v2(config: Config) -> Plain:
-    return _deepseek(config, router="softmax", method="greedy", normalize=False, dense=0)
+    return _deepseek(config, router="softmax", method="greedy", normalize=False, dense=0, scale=1.0)
 
 
 def _deepseek_v3(config: Config) -> Plain:
-    return _deepseek(config, router="sigmoid", method="noaux_tc", normalize=True, dense=3)
+    return _deepseek(config, router="sigmoid", method="noaux_tc", normalize=True, dense=3, scale=2.5)
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""GptOssConfig of transformers, where a file says nothing of rotary embeddings."""
 
 
 def _gpt_oss(config: Config) -> Plain:
@@ -318,11 +328,13 @@ def _gpt_oss(config: Config) -> Plain:
     layers = [
         {"attention": read_attention(config, sliding_window=window, **shared), "mlp": mlp} for window in windows
     ]
+    silent = config.table("rope_scaling") is None and config.table("rope_parameters") is None
+    rope_config = config.with_absent({"rope_scaling": GPT_OSS_ROPE}) if silent else config
     return frame(
         config,
         layers,
         norm_epsilon=config.number("rms_norm_eps", absent=1e-5),
-        rope=read_rope(config, theta=150000.0),
+        rope=read_rope(rope_config, theta=150000.0),
     )
 
 
@@ -331,11 +343,9 @@ def _gpt2(config: Config) -> Plain:
     config.refuse("scale_attn_by_inverse_layer_idx", "scaling by layer can't be described; may be false")
     if not config.flag("scale_attn_weights", absent=True):
         config.reject("scale_attn_weights", "scores without a scale can't be described; may be true")
-    d_model, heads = config.whole("n_embd", "hidden_size"), config.whole("n_head", "num_attention_heads")
-    if d_model % heads:
-        config.reject("n_embd", f"must be a multiple of n_head={heads}")
+    d_model = config.whole("n_embd", "hidden_size")
     positions = config.whole("n_positions", "n_ctx", "max_position_embeddings")
-    attention = {"kind": "gqa", "num_heads": heads, "num_kv_heads": heads, "d_head": d_model // heads}
+    attention = multi_head(config, d_model, "n_head", "num_attention_heads", qkv_bias=True, out_bias=True)
     mlp = {
         "kind": "dense",
         "d_ff": config.whole("n_inner", absent=4 * d_model),
@@ -343,12 +353,11 @@ def _gpt2(config: Config) -> Plain:
         "activation": read_activation(config, "activation_function", "gelu_new"),
         "bias": True,
     }
-    layer = {"attention": {**attention, "qkv_bias": True, "out_bias": True}, "mlp": mlp}
-    key = "n_layer" if config.has("n_layer") else "num_hidden_layers"
+    layers = [{"attention": attention, "mlp": mlp}] * num_layers(config, "n_layer", "num_hidden_layers")
     return {
         "d_model": d_model,
         "vocab_size": config.whole("vocab_size"),
-        "layer_groups": grouped([layer] * num_layers(config, key)),
+        "layer_groups": grouped(layers),
         "tied_embeddings": config.flag("tie_word_embeddings", absent=True),
         "norm": "layernorm",
         "norm_epsilon": config.number("layer_norm_epsilon", absent=1e-5),
@@ -360,7 +369,8 @@ def _gpt2(config: Config) -> Plain:
 
 def _gpt_neox(config: Config) -> Plain:
     bias = config.flag("attention_bias", absent=True)
-    attention = read_attention(config, kv_heads=config.whole("num_attention_heads"), qkv_bias=bias, out_bias=bias)
+    d_model = config.whole("hidden_size")
+    attention = multi_head(config, d_model, "num_attention_heads", qkv_bias=bias, out_bias=bias)
     mlp = {
         "kind": "dense",
         "d_ff": config.whole("intermediate_size"),

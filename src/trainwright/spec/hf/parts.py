@@ -60,11 +60,20 @@ def grouped(layers: list[Plain]) -> list[Plain]:
     return groups
 
 
-def num_layers(config: Config, key: str = "num_hidden_layers") -> int:
-    number = config.whole(key)
+def num_layers(config: Config, *keys: str) -> int:
+    keys = keys or ("num_hidden_layers",)
+    number = config.whole(*keys)
     if number > MOST_LAYERS:
-        config.reject(key, f"must be at most {MOST_LAYERS}")
+        config.reject(config.find(*keys)[0], f"must be at most {MOST_LAYERS}")
     return number
+
+
+def multi_head(config: Config, d_model: int, *keys: str, **choices: Any) -> Plain:
+    """Attention from before heads could share keys and values: `keys` name the number of heads."""
+    heads = config.whole(*keys)
+    if d_model % heads:
+        config.reject(config.find(*keys)[0], f"must divide the model's width {d_model}")
+    return {"kind": "gqa", "num_heads": heads, "num_kv_heads": heads, "d_head": d_model // heads, **choices}
 
 
 def read_attention(

@@ -1,0 +1,174 @@
+"""Models and clusters by name or by path: the catalogue that comes with the program, and the user's own files.
+
+A model of the catalogue is one TOML file. A cluster is put together from parts, so that each fact is written
+once: software (`data/software.toml`), device (`data/devices`), link and network (`data/fabrics.toml`), and what
+only the cluster knows. Each part is a piece of a ClusterSpec with the sources of its numbers, a later part goes
+before an earlier one, and a device may say `like` which other device it differs from. A cluster that a user
+made or measured is one whole ClusterSpec in one file.
+"""
+
+import json
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from trainwright.cli import files
+from trainwright.spec import toml
+from trainwright.spec.cluster import ClusterSpec, Provenance, numeric_fields
+from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
+from trainwright.spec.hf import model_from_hf
+from trainwright.spec.model import ModelSpec
+
+DATA = resources.files("trainwright") / "data"
+
+
+def model_names() -> list[str]:
+    """Names of the catalogue's models."""
+    return list(_names("models"))
+
+
+def cluster_names(user_dir: Path | None = None) -> list[str]:
+    """Names of the catalogue's clusters, and of those that the user keeps in `user_dir`."""
+    own = [path.stem for path in user_dir.glob("*.toml")] if user_dir is not None and user_dir.is_dir() else []
+    return sorted({*_names("clusters"), *own})
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """The model of that name in the catalogue, or the one that a file says: a Hugging Face config.json, or a
+    TOML file with the fields of ModelSpec. Raises InvalidSpec."""
+    if name_or_path in model_names():
+        return toml.read((DATA / "models" / f"{name_or_path}.toml").read_text("utf-8"), ModelSpec, name_or_path)
+    if not _is_path(name_or_path):
+        known = nearest(name_or_path, model_names())
+        reject("model", name_or_path, f"neither in the catalogue nor the path of a config.json; {known}")
+    path = Path(name_or_path)
+    text = _read(path)
+    if path.suffix == ".toml":
+        return toml.read(text, ModelSpec, name_or_path)
+    config = _parse_json_object(text, path)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    try:
+        return model_from_hf(config, name or "model")
+    except InvalidSpec as error:
+        raise InvalidSpec(f"{name_or_path}: {error}") from None
+
+
+def load_cluster(name_or_path: str, user_dir: Path | None = None) -> ClusterSpec:
+    """The cluster of that name, the user's own before the catalogue's, or the one that a TOML file says.
+    Raises InvalidSpec."""
+    names = cluster_names(user_dir)
+    if name_or_path in names:
+        own = user_dir / f"{name_or_path}.toml" if user_dir is not None else None
+        return _read_cluster_file(own) if own is not None and own.is_file() else _compose_cluster(name_or_path)
+    if not _is_path(name_or_path):
+        remedy = f"neither in the catalogue nor the path of a cluster.toml; {nearest(name_or_path, names)}"
+        reject("cluster", name_or_path, remedy)
+    return _read_cluster_file(Path(name_or_path))
+
+
+def new_cluster(base: ClusterSpec, name: str, assignments: list[str]) -> ClusterSpec:
+    """A copy of `base` with another name and `field=value` texts applied, such as
+    `fabric.nic_bytes_per_s=25e9`. Each number that changed is marked as set by the user."""
+    if not name or _is_path(name):
+        reject("name", name, "must be a plain name, not the path of a file")
+    mark = Provenance(kind="assumed", source="set by the user")
+    said = [path for path, _ in map(toml.parse_assignment, assignments)]
+    # A number needs its source as soon as it is there, such as a price where the base has none.
+    sourced = base.changed(name=name, provenance={**base.provenance, **dict.fromkeys(said, mark)})
+    cluster = toml.with_assignments(sourced, assignments)
+    before, after = _numbers(base), _numbers(cluster)
+    marks = {field: mark for field, value in after.items() if before.get(field) != value}
+    return cluster.changed(provenance={**base.provenance, **marks})
+
+
+def _read(path: Path) -> str:
+    try:
+        return files.read_text(path)
+    except OSError as error:
+        raise InvalidSpec(f"{path}: can't be read: {error.strerror or error}") from None
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text means a file and not a name, by its form or as there is such a file."""
+    by_form = "/" in text or "\\" in text or text.endswith((".toml", ".json")) or text in (".", "..")
+    return by_form or Path(text).is_file()
+
+
+@cache
+def _names(folder: str) -> tuple[str, ...]:
+    names = (entry.name for entry in (DATA / folder).iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def _read_cluster_file(path: Path) -> ClusterSpec:
+    return toml.read(_read(path), ClusterSpec, str(path))
+
+
+def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidSpec(
+            f"{path}: not JSON: {error.msg} (at line {error.lineno}, column {error.colno})"
+        ) from None
+    except RecursionError:
+        raise InvalidSpec(f"{path}: not JSON that can be read: nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise InvalidSpec(f"{path}: not JSON that can be read: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidSpec(f"{path}: holds {shown(values)}; a config.json is one object {{...}}")
+    return values
+
+
+def _compose_cluster(name: str) -> ClusterSpec:
+    own = _read_data(f"clusters/{name}.toml")
+    parts = own.pop("parts")
+    fabrics = _read_data("fabrics.toml")
+    pieces = [
+        _read_data("software.toml")[parts["software"]],
+        _device_part(parts["device"]),
+        fabrics["link"][parts["link"]],
+        fabrics["network"][parts["network"]],
+        own,
+    ]
+    whole: dict[str, Any] = {}
+    for piece in pieces:
+        whole = _merged(whole, piece)
+    return ClusterSpec.parse(whole)
+
+
+def _device_part(name: str) -> dict[str, Any]:
+    values = _read_data(f"devices/{name}.toml")
+    like = values.pop("like", None)
+    return values if like is None else _merged(_device_part(like), values)
+
+
+def _read_data(relative: str) -> dict[str, Any]:
+    at = DATA
+    for part in relative.split("/"):
+        at = at / part
+    return tomllib.loads(at.read_text("utf-8"))
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _numbers(cluster: ClusterSpec) -> dict[str, Any]:
+    """Every number of the cluster by its dotted field."""
+    values = cluster.model_dump(exclude={"provenance"}, exclude_none=True)
+    return {field: _at(values, field) for field in numeric_fields(values)}
+
+
+def _at(values: dict[str, Any], path: str) -> Any:
+    at: Any = values
+    for part in path.split("."):
+        at = at[part]
+    return at

@@ -1,0 +1,24 @@
+"""Predictions of named cases are those of the golden file; published figures stay within their distance."""
+
+import json
+
+import pytest
+
+from tests.golden.cases import CASES, GOLDEN, predictions
+from trainwright.plan.predict import predict
+
+
+def test_predictions_have_not_changed() -> None:
+    """Where this fails on purpose: `python -m tests.golden.cases`, and a line in CHANGELOG's "Numbers"."""
+    now, golden = predictions(), json.loads(GOLDEN.read_text())
+    assert now.keys() == golden.keys()
+    for name, report in golden.items():
+        for key, value in report.items():
+            assert now[name][key] == (pytest.approx(value, rel=1e-7) if not isinstance(value, str) else value), name
+
+
+def test_llama_3_405b_is_near_its_published_step() -> None:
+    """400 TFLOP/s per GPU on 16,384 H100 at 8K (arXiv:2407.21783 table 4); the stage of chunks is not published,
+    so the figure may be 15% off; the later issues of the planner narrow it."""
+    predicted = predict(CASES["llama-3.1-405b 16384 h100"])
+    assert predicted.flops_per_s_per_device == pytest.approx(400e12, rel=0.15)

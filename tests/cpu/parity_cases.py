@@ -1,0 +1,268 @@
+"""Every parallel form that is held against the plain model, by world size; and the worker that does it.
+
+One launch per world size runs all its cases, each with a mesh of its own over one process group. A case's result
+is its worst relative error (L2) over all tensors; the test reads them from a JSON file.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from example import example_batches, example_run, part_of, plain_step, whole_name
+
+from trainwright.spec.run import Run
+from trainwright.train.clock import Clock
+from trainwright.train.mesh import build_mesh, leave
+from trainwright.train.parallelize import Trainer, parallelize
+
+MHA, MQA = {"num_kv_heads": 4}, {"num_kv_heads": 1}
+TIED = {"tied_embeddings": True}
+LAYERNORM = {"norm": "layernorm"}
+BIASES = {"attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}}
+PLAIN_MLP = {"gated": False, "activation": "gelu_tanh"}
+INTERLEAVED = {"schedule": "interleaved_1f1b"}
+LLAMA3_ROPE = {
+    "theta": 500000.0,
+    "scaling": {"kind": "llama3", "factor": 8.0, "original_max_positions": 8, "low_frequency_factor": 1.0},
+}
+
+
+def uneven(layers: int) -> dict[str, Any]:
+    layer = {
+        "attention": {"kind": "gqa", "num_heads": 4, "num_kv_heads": 2, "d_head": 8},
+        "mlp": {"kind": "dense", "d_ff": 48},
+    }
+    return {"layer_groups": [{"repeat": layers, "pattern": [layer]}]}
+
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "plain": {},
+        "micro-batch of 4": {"recipe": {"micro_batch": 4}},
+        "gpipe of one": {"recipe": {"schedule": "gpipe"}},
+        "mha": {"attention": MHA},
+        "mqa": {"attention": MQA},
+        "tied": {"model": TIED},
+        "layernorm": {"model": LAYERNORM},
+        "layernorm without bias": {"model": {"norm": "layernorm_no_bias"}},
+        "biases": BIASES,
+        "plain mlp": {"mlp": PLAIN_MLP},
+        "sliding window": {"attention": {"sliding_window": 5}},
+        "query and key norm": {"attention": {"qk_norm": "per_head"}},
+        "query scale": {"attention": {"query_scale": 0.2}},
+        "partial rotary": {"model": {"rope": {"fraction": 0.5}}},
+        "llama3 rotary": {"model": {"rope": LLAMA3_ROPE}},
+        "no rotary": {"model": {"rope": None}},
+        "selective recompute": {"recipe": {"recompute": "selective"}},
+        "full recompute": {"recipe": {"recompute": "full"}},
+        "zero 3 of one": {"recipe": {"zero": 3}},
+        "ignored targets": {"ignored": True},
+        "no clipping": {"recipe": {"grad_clip": None}},
+    },
+    2: {
+        **{f"dp zero {zero}": {"dp": 2, "recipe": {"zero": zero}} for zero in range(4)},
+        "dp zero 0 without overlap": {"dp": 2, "recipe": {"overlap": {"dp": False}}},
+        "dp ignored targets": {"dp": 2, "recipe": {"zero": 1}, "ignored": True},
+        "dp zero 0 ignored targets": {"dp": 2, "ignored": True},
+        "dp zero 3 tied": {"dp": 2, "recipe": {"zero": 3}, "model": TIED},
+        "dp zero 2 full recompute": {"dp": 2, "recipe": {"zero": 2, "recompute": "full"}},
+        "dp zero 3 full recompute": {"dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "hsdp of two replicas": {"dp": 2, "recipe": {"zero": 1, "dp_replicate": 2}},
+        "tp": {"tp": 2},
+        "tp without sequence parallelism": {"tp": 2, "recipe": {"sequence_parallel": False}},
+        "tp mqa": {"tp": 2, "attention": MQA},
+        "tp tied": {"tp": 2, "model": TIED},
+        "tp layernorm and biases": {"tp": 2, "model": LAYERNORM, **BIASES},
+        "tp biases without sequence parallelism": {
+            "tp": 2,
+            "model": LAYERNORM,
+            "recipe": {"sequence_parallel": False},
+            **BIASES,
+        },
+        "tp plain mlp": {"tp": 2, "mlp": PLAIN_MLP},
+        "tp query and key norm": {"tp": 2, "attention": {"qk_norm": "per_head"}},
+        "tp sliding window": {"tp": 2, "attention": {"sliding_window": 5}},
+        "tp selective recompute": {"tp": 2, "recipe": {"recompute": "selective"}},
+        "tp full recompute": {"tp": 2, "recipe": {"recompute": "full"}},
+        "tp ignored targets": {"tp": 2, "ignored": True},
+        "pp 1f1b": {"pp": 2},
+        "pp gpipe": {"pp": 2, "recipe": {"schedule": "gpipe"}},
+        "pp interleaved": {"pp": 2, "vpp": 2, "recipe": INTERLEAVED},
+        "pp without overlap": {"pp": 2, "recipe": {"overlap": {"pp": False}}},
+        "pp uneven stages": {"pp": 2, "model": uneven(5)},
+        "pp tied": {"pp": 2, "model": TIED},
+        "pp interleaved tied": {"pp": 2, "vpp": 2, "recipe": INTERLEAVED, "model": TIED},
+        "pp full recompute": {"pp": 2, "recipe": {"recompute": "full"}},
+        "pp fewer microbatches than stages": {"pp": 2, "recipe": {"micro_batch": 8}},
+    },
+    4: {
+        **{f"dp zero {zero}": {"dp": 4, "recipe": {"zero": zero}} for zero in range(4)},
+        **{f"hsdp zero {zero}": {"dp": 4, "recipe": {"zero": zero, "dp_replicate": 2}} for zero in (1, 2, 3)},
+        "tp": {"tp": 4, "attention": MHA},
+        "tp gqa, two key heads on four ranks": {"tp": 4},
+        "tp mqa": {"tp": 4, "attention": MQA},
+        "tp mqa with key norm and biases": {
+            "tp": 4,
+            "attention": {**MQA, "qk_norm": "per_head", "qkv_bias": True},
+        },
+        **{f"tp x dp zero {zero}": {"tp": 2, "dp": 2, "recipe": {"zero": zero}} for zero in range(4)},
+        "tp x dp zero 1 tied": {"tp": 2, "dp": 2, "recipe": {"zero": 1}, "model": TIED},
+        "tp x dp zero 3 full recompute": {"tp": 2, "dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "tp x dp without sequence parallelism": {
+            "tp": 2,
+            "dp": 2,
+            "recipe": {"zero": 1, "sequence_parallel": False},
+            "model": LAYERNORM,
+            **BIASES,
+        },
+        "tp x pp": {"tp": 2, "pp": 2},
+        "tp x pp tied": {"tp": 2, "pp": 2, "model": TIED},
+        "tp x pp interleaved": {"tp": 2, "pp": 2, "vpp": 2, "recipe": INTERLEAVED},
+        "tp x pp without sequence parallelism": {"tp": 2, "pp": 2, "recipe": {"sequence_parallel": False}},
+        **{f"dp x pp zero {zero}": {"dp": 2, "pp": 2, "recipe": {"zero": zero}} for zero in range(4)},
+        **{
+            f"dp x pp interleaved zero {zero}": {
+                "dp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "recipe": {"zero": zero, **INTERLEAVED},
+            }
+            for zero in (0, 1, 2, 3)
+        },
+        "dp x pp tied zero 1": {"dp": 2, "pp": 2, "recipe": {"zero": 1}, "model": TIED},
+        "dp x pp tied ignored targets": {"dp": 2, "pp": 2, "model": TIED, "ignored": True},
+        "pp 1f1b": {"pp": 4},
+        "pp uneven stages": {"pp": 4, "model": uneven(6)},
+        "pp gpipe uneven stages": {"pp": 4, "model": uneven(7), "recipe": {"schedule": "gpipe"}},
+    },
+    8: {
+        **{
+            f"tp x pp x dp zero {zero}": {"tp": 2, "pp": 2, "dp": 2, "recipe": {"zero": zero}}
+            for zero in (0, 1, 2, 3)
+        },
+        "tp x pp x dp interleaved tied": {
+            "tp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "dp": 2,
+            "recipe": {"zero": 1, **INTERLEAVED},
+            "model": TIED,
+        },
+        "tp x pp x dp full recompute": {"tp": 2, "pp": 2, "dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "tp x hsdp": {"tp": 2, "dp": 4, "recipe": {"zero": 3, "dp_replicate": 2}},
+        "pp x hsdp": {"pp": 2, "dp": 4, "recipe": {"zero": 2, "dp_replicate": 2}},
+    },
+}
+
+
+def without_dp_reduction(trainer: Trainer) -> None:
+    trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
+
+
+def without_tied_reduction(trainer: Trainer) -> None:
+    trainer.tied_across_stages = lambda: None  # type: ignore[method-assign]
+
+
+def clipping_by_the_local_norm(trainer: Trainer) -> None:
+    object.__setattr__(trainer.mesh, "sum_over_world", lambda values: values)
+
+
+# A planted error each; the comparison must see it.
+CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]] = {
+    2: {
+        "dp without its reduction": ({"dp": 2, "recipe": {"overlap": {"dp": False}}}, without_dp_reduction),
+        "pp without the tied reduction": ({"pp": 2, "model": TIED}, without_tied_reduction),
+        "norm of one stage alone": ({"pp": 2}, clipping_by_the_local_norm),
+    },
+}
+
+
+def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
+    """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
+    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+    trainer = parallelize(run.check(), mesh, Clock())
+    if spoil is not None:
+        spoil(trainer)
+    sequences = example_batches(run, ignored=ignored)
+    expected = plain_step(run, sequences)
+    result = trainer.gradients(part_of(run, mesh.coordinate.dp, sequences))
+    errors = {
+        "loss": abs(result.loss / expected["loss"] - 1),
+        "norm": abs(result.grad_norm / expected["norm"] - 1),
+        "gradients": 0.0,
+        "weights": 0.0,
+    }
+    seen = set()
+    for name, parameter in trainer.data_parallel.parameters():
+        assert parameter.grad is not None, f"no gradient of {name}"
+        seen.add(whole_name(run, name))
+        error = relative_error(parameter.grad, expected["gradients"][whole_name(run, name)])
+        errors["gradients"] = max(errors["gradients"], error)
+    trainer.update(result, run.recipe.optimizer.lr)
+    for name, parameter in trainer.data_parallel.parameters():
+        error = relative_error(parameter, expected["weights"][whole_name(run, name)])
+        errors["weights"] = max(errors["weights"], error)
+    everything: list[Any] = [None] * mesh.layout.world
+    if mesh.layout.world > 1:
+        dist.all_gather_object(everything, seen)
+    else:
+        everything = [seen]
+    assert set().union(*everything) == set(expected["weights"]), "some parameters are nowhere"
+    return errors
+
+
+def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    seen = seen.detach()
+    whole = seen.full_tensor() if isinstance(seen, DTensor) else seen
+    scale = float(expected.norm())
+    return float((whole - expected).norm()) / (scale if scale else 1.0)
+
+
+def main(world: int, output: Path) -> None:
+    torch.set_num_threads(1)
+    rank = 0
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        rank = dist.get_rank()
+    jobs = {name: (fields, None) for name, fields in CASES[world].items()} | CONTROLS.get(world, {})
+    results: dict[str, Any] = {}
+    only = sys.argv[3:]
+    for name, (fields, spoil) in jobs.items():
+        if only and name not in only:
+            continue
+        fields = dict(fields)
+        ignored = fields.pop("ignored", False)
+        try:
+            mine: Any = compare(example_run(**fields), rank, ignored=ignored, spoil=spoil)
+        except Exception:
+            # The others may wait for this rank now: report and end the launch.
+            results[name] = traceback.format_exc()
+            output.with_suffix(f".{rank}").write_text(json.dumps(results))
+            print(f"case {name!r} failed on rank {rank}\n{results[name]}", file=sys.stderr)
+            leave(1)
+        gathered: list[Any] = [mine]
+        if world > 1:
+            gathered = [None] * world
+            dist.all_gather_object(gathered, mine)
+        results[name] = {key: max(each[key] for each in gathered) for key in mine}
+        if rank == 0:
+            output.write_text(json.dumps(results))
+        gc.collect()
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
