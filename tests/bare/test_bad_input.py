@@ -255,6 +255,8 @@ def test_wrong_plan_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layout.tp=0: must be" in complaint(capsys, *plan("llama-3.1-8b", "--set", "layout.tp=0"))
     assert "did you mean tp" in complaint(capsys, *plan("llama-3.1-8b", "--set", "layout.tpp=2"))
     assert "did you mean recipe" in complaint(capsys, *plan("llama-3.1-8b", "--set", "recipes.zero=2"))
+    too_long = complaint(capsys, *plan("llama-3.1-8b", "--set", "recipe.seq_len=9999999"))
+    assert too_long.startswith("recipe.seq_len=9999999: is beyond model.max_positions=131072")
     assert "recipe.zero=7" in complaint(capsys, *plan("llama-3.1-8b", "--set", "recipe.zero=7"))
 
 

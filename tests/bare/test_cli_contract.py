@@ -1,5 +1,6 @@
 """What scripts rely on: JSON keys, exit statuses, `--set`, files, the speed of `--help`."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from trainwright import __version__
 from trainwright.cli.files import read_noun, read_run
 from trainwright.cli.main import run
+from trainwright.cli.progress import Progress
 from trainwright.measure.records import parse_rank_records
 from trainwright.plan.predict import predict
 from trainwright.spec.cluster import ClusterSpec
@@ -131,9 +134,21 @@ def test_predict(asked: Asked, run_file: Path) -> None:
     assert set(plan) == PLAN_KEYS
     assert plan["fits"] is True
     assert plan == asked(*PLAN)["plans"][0]
-    longer = asked("predict", run_file, "--set", "recipe.seq_len=8192")
-    assert longer["recipe"]["seq_len"] == 8192
-    assert longer["step_s"] > plan["step_s"]
+    shorter = asked("predict", run_file, "--set", "recipe.seq_len=2048")
+    assert shorter["recipe"]["seq_len"] == 2048
+    assert shorter["step_s"] < plan["step_s"]
+
+
+def test_set_makes_a_table_that_is_absent(asked: Asked, run_file: Path) -> None:
+    assert "days" not in asked("predict", run_file)
+    assert asked("predict", run_file, "--set", "budget.tokens=1_000_000_000")["days"] > 0
+    assert asked(*PLAN, "--set", "budget.tokens=1_000_000_000")["plans"][0]["days"] > 0
+
+
+def test_assignments_are_checked_together(asked: Asked) -> None:
+    together = ["--set", "recipe.micro_batch=24", "--set", "recipe.global_batch=48", "--set", "layout.dp=2"]
+    recipe = asked(*PLAN, *together, "--set", "recipe.seq_len=128")["plans"][0]["recipe"]
+    assert (recipe["micro_batch"], recipe["global_batch"]) == (24, 48)
 
 
 def test_predict_of_what_does_not_fit(asked: Asked, run_file: Path) -> None:
@@ -272,8 +287,6 @@ def test_plan_does_not_load_torch() -> None:
 
 
 def test_completion_is_offered() -> None:
-    shown = in_process("plan", "--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert shown.returncode == 2  # it belongs to the program, not to a verb
     done = in_process(_TRAINWRIGHT_COMPLETE="complete_bash", COMP_WORDS="trainwright pl", COMP_CWORD="1")
     assert done.stdout.split() == ["plan"]
 
@@ -296,3 +309,17 @@ def test_views_survive_a_terminal_without_utf_8() -> None:
     done = in_process(*PLAN, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "Memory of the fullest rank" in done.stdout
+
+
+def test_progress_elsewhere_than_on_a_terminal_is_lines() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with Progress(console) as progress:
+        for done in (0.0, 0.1, 0.2, 1.0):
+            progress.show("measuring", done)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last; those between came too soon
+    assert lines[0].endswith("measuring   0%")
+    assert lines[1].endswith("measuring 100%")
+    assert lines[0].startswith("[")

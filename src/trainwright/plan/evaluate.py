@@ -329,20 +329,12 @@ def _around(group: Group, makespan: Floats) -> dict[SecondsCause, Floats]:
     sharing = np.zeros(len(makespan))
     node = cluster.node
     if node.concurrent_devices < node.devices:
-        # More ranks than cores: the node's work, spread over its cores, against the time that there is for it.
-        compute = [group.forward, group.backward]
-        work = sum(
-            (
-                causes[cause].sum(axis=1)
-                for causes in compute
-                for cause in ("matmul", "attention", "elementwise", "launch", "recompute", "host")
-                if cause in causes
-            ),
-            np.zeros(1),
-        )
-        mean_work = work * table.num_microbatches / group.pp
+        # More ranks than cores. Ranks of a collective run in step, so while they communicate all do, and no core
+        # comes free; only bubbles give the other stages' ranks a core to work on.
+        work = _per_rank(group, ("matmul", "attention", "elementwise", "launch", "recompute", "host"))
+        waiting = _per_rank(group, ("tp", "cp", "ep"))
         ranks = np.minimum(table.world, node.devices)
-        sharing = np.maximum(mean_work * ranks / node.concurrent_devices - makespan, 0.0)
+        sharing = np.maximum(work * ranks / node.concurrent_devices + waiting - makespan, 0.0)
         optimizer = optimizer * np.maximum(ranks / node.concurrent_devices, 1.0)
     doublings = np.log2(np.maximum(table.world / node.devices, 1.0))
     step = makespan + dp + optimizer + sharing
@@ -353,3 +345,9 @@ def _around(group: Group, makespan: Floats) -> dict[SecondsCause, Floats]:
         "straggling": step * cluster.rates.straggling_per_doubling * doublings,
         "host": np.full(len(makespan), cluster.rates.step_overhead_s),
     }
+
+
+def _per_rank(group: Group, causes: tuple[SecondsCause, ...]) -> Floats:
+    """Seconds of a step that some causes take, averaged over the pipeline's ranks, (candidates,)."""
+    parts = [part[cause] for part in (group.forward, group.backward) for cause in causes if cause in part]
+    return sum((part.sum(axis=1) for part in parts), np.zeros(1)) * group.table.num_microbatches / group.pp

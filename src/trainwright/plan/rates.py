@@ -43,7 +43,7 @@ def matmul_s(table: Table, each: Matmul) -> Floats:
         )
     compute_s = each.forward_flops * _skew(table, each) / (peak * curve(rate, each.forward_flops))
     moved = recipe.compute_bytes * (each.m * each.k + each.k * each.n + each.m * each.n)
-    return np.maximum(compute_s, memory_s(cluster, moved))
+    return np.maximum(compute_s, moved / cluster.device.memory_bytes_per_s)
 
 
 def _skew(table: Table, each: Matmul) -> Floats:

@@ -72,6 +72,8 @@ def _set(values: dict[str, Any], path: str, value: object) -> None:
     for part in parents:
         if not isinstance(at, dict) or part not in at:
             reject(path, value, f"there is no {part!r} on the way to it; the run file shows the names")
+        if at[part] is None:
+            at[part] = {}  # a table that is absent so far
         at = at[part]
         if isinstance(at, (tuple, list)):
             reject(path, value, "a list's items can't be set one by one; set the field that holds the list")

@@ -7,6 +7,7 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import nearest, reject
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import Recipe
+from trainwright.spec.run import require_length
 
 SEARCHED = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch", "zero", "recompute", "schedule")
 """Fields that the search chooses, unless the question fixes them."""
@@ -31,4 +32,5 @@ class Question(Noun):
         for name in self.fixed:
             if name not in SEARCHED:
                 reject("fixed", name, f"is not searched; {nearest(name, SEARCHED)}")
+        require_length(self.recipe, self.model)
         return self

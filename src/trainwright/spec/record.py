@@ -12,6 +12,7 @@ SampleOp = Literal[
     "attention_forward",
     "attention_backward",
     "copy",
+    "elementwise",
     "launch",
     "all_reduce",
     "all_gather",
@@ -27,10 +28,12 @@ class Sample(Noun):
     op: SampleOp
     precision: Literal["fp32", "bf16", "fp64"]
     size: Positive
-    """What its rate is a curve of: FLOPs of the call for matmul, sequence length for attention, bytes moved
-    for copy (read and written), message bytes for a collective (the whole tensor), 1 for launch."""
+    """What its rate is a curve of: FLOPs of the call for matmul, sequence length for attention, bytes read and
+    written for copy and elementwise, message bytes for a collective (the whole tensor), 1 for launch."""
     work: Positive
-    """FLOPs of the call (causal ones for attention), or bytes for copy and collectives; 1 for launch."""
+    """FLOPs of the call, or bytes for copy, elementwise and collectives; 1 for launch. Attention counts causal
+    FLOPs, backward 2.5 times the forward ones; elementwise is a mixture of norm, residual, activation and loss,
+    forward and backward, and counts the bytes that the planner counts for them."""
     busy_ranks: Count
     """Ranks of the node that did the same at the same time; for a collective, its group's size."""
     rank: Natural = 0

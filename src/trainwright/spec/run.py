@@ -92,12 +92,7 @@ class Run(Noun):
                 recipe.seq_len,
                 f"must be a multiple of {split}, as cp={layout.cp} and sequence-parallel tp={layout.tp} cut it",
             )
-        if recipe.seq_len > self.model.max_positions:
-            reject(
-                "recipe.seq_len",
-                recipe.seq_len,
-                f"is beyond model.max_positions={self.model.max_positions}; shorten it or raise max_positions",
-            )
+        require_length(recipe, self.model)
 
     def _check_cluster(self) -> None:
         layout, cluster = self.layout, self.cluster
@@ -169,3 +164,13 @@ class Run(Noun):
             )
         if self.data.source == "shards" and not self.data.path:
             reject("data.path", "", "must name the directory of the shards where data.source=shards")
+
+
+def require_length(recipe: Recipe, model: ModelSpec) -> None:
+    """Reject sequences that are longer than the model is meant for."""
+    if recipe.seq_len > model.max_positions:
+        reject(
+            "recipe.seq_len",
+            recipe.seq_len,
+            f"is beyond model.max_positions={model.max_positions}; shorten it or raise max_positions",
+        )

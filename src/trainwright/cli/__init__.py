@@ -1,0 +1,1 @@
+"""Where the rooms meet: argv, environment, files and exit codes. No arithmetic."""

@@ -1,0 +1,107 @@
+"""A run that has no layout yet: what `plan` is told, before the search completes it.
+
+Here `--set` meets the search: an assignment to a field that the search chooses (`layout.tp`,
+`recipe.micro_batch`; `spec.question.SEARCHED`) fixes it, any other one changes the draft.
+"""
+
+from trainwright.spec import toml
+from trainwright.spec.answers import Prediction
+from trainwright.spec.base import Noun
+from trainwright.spec.cluster import ClusterSpec
+from trainwright.spec.errors import InvalidSpec, nearest, reject
+from trainwright.spec.layout import Layout
+from trainwright.spec.model import ModelSpec
+from trainwright.spec.question import SEARCHED, Question
+from trainwright.spec.recipe import Recipe
+from trainwright.spec.run import Budget, DataSpec, Run
+
+
+class Draft(Noun):
+    """All of a `Run` but its layout, with the choices that are made already."""
+
+    name: str
+    recipe: Recipe
+    data: DataSpec
+    budget: Budget | None = None
+    model: ModelSpec
+    cluster: ClusterSpec
+    fixed: dict[str, int | str] = {}  # noqa: RUF012  (pydantic copies defaults)
+
+    def question(self, devices: int, top: int) -> Question:
+        """What the planner is asked."""
+        return Question.parse(
+            {
+                "model": self.model,
+                "cluster": self.cluster,
+                "devices": devices,
+                "recipe": self.recipe,
+                "tokens": self.budget.tokens if self.budget else None,
+                "fixed": self.fixed,
+                "top": top,
+            }
+        )
+
+    def run(self, plan: Prediction) -> Run:
+        """The run that a plan completes this to."""
+        return Run(
+            name=self.name,
+            layout=plan.layout,
+            recipe=plan.recipe,
+            data=self.data,
+            budget=self.budget,
+            model=self.model,
+            cluster=self.cluster,
+        ).check()
+
+
+def draft(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    seq_len: int,
+    global_batch: int,
+    precision: str,
+    tokens: int | None,
+    assignments: list[str],
+) -> Draft:
+    """The draft that the options of `plan` say. Raises `InvalidSpec` for the first wrong one."""
+    recipe = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
+    vocab_size = DataSpec.model_fields["vocab_size"].default
+    made = Draft(
+        name=model.name,
+        recipe=Recipe.parse(recipe, "recipe"),
+        data=DataSpec(vocab_size=max(min(vocab_size, model.vocab_size), 258)),
+        budget=None if tokens is None else Budget.parse({"tokens": tokens}, "budget"),
+        model=model,
+        cluster=cluster,
+    )
+    return _with_assignments(made, assignments)
+
+
+def _with_assignments(made: Draft, assignments: list[str]) -> Draft:
+    """The draft with `field=value` texts applied, checked when all are."""
+    choices = [toml.parse_assignment(text) for text in assignments]
+    degrees = {path: value for path, value in choices if path.split(".")[0] == "layout"}
+    others = [(path, value) for path, value in choices if path not in degrees]
+    for path, _ in others:
+        room = path.split(".")[0]
+        if room not in Draft.model_fields or room == "fixed":
+            known = sorted({*Draft.model_fields, "layout"} - {"fixed"})
+            raise InvalidSpec(f"{path}: unknown field; {nearest(room, known)}")
+    changed = made.with_values(others)
+    chosen = {path.removeprefix("recipe.") for path, _ in others if path.startswith("recipe.")} & set(SEARCHED)
+    fixed = {field: getattr(changed.recipe, field) for field in sorted(chosen)}
+    return changed.changed(fixed={**_fixed_degrees(degrees), **fixed})
+
+
+def _fixed_degrees(choices: dict[str, object]) -> dict[str, int]:
+    """Degrees of the layout by their names, each a possible one by itself."""
+    fixed = {}
+    for path, value in choices.items():
+        field = path.partition(".")[2]
+        if field not in Layout.model_fields:
+            raise InvalidSpec(f"{path}: unknown field; {nearest(field, Layout.model_fields)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            reject(path, value, "must be a whole number of at least 1")
+        fixed[field] = value
+    return fixed

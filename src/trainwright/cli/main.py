@@ -1,0 +1,117 @@
+"""The command line: one verb per file, and one place that turns bad input into one line and exit status 2.
+
+Exit status is 0 where the verb did what it was asked, 1 where the answer is no (nothing feasible, a comparison
+out of tolerance), 2 for bad input. Verbs import numpy, pydantic and rich inside their functions, so that
+`trainwright --help` answers at once.
+"""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from trainwright import __version__
+from trainwright.cli import calibrate, clusters, compare, demo, models, plan, predict, train
+from trainwright.cli.worker import BAD_INPUT
+
+app = typer.Typer(
+    name="trainwright",
+    help="Plan, run and check large-scale LLM training, with one run file through all three.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with `trainwright demo`, or `trainwright plan --help` for an example.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
+app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
+app.add_typer(models.app, name="models")
+app.add_typer(clusters.app, name="clusters")
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+
+
+def main() -> NoReturn:
+    """The program: run on `sys.argv`, exit with the status."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for a bar, and no traceback
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a verb; the exit status. What is wrong with the input is said in one line on standard error."""
+    try:
+        status = _status_of(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _drop_output()
+        return 1
+    except OSError as error:
+        return _refuse(file_complaint(error))
+    except ValueError as error:
+        from trainwright.spec.errors import InvalidSpec
+
+        if not isinstance(error, InvalidSpec):
+            raise
+        return _refuse(str(error))
+
+
+def _status_of(arguments: list[str]) -> int:
+    try:
+        app(arguments, prog_name="trainwright")
+    except SystemExit as exited:
+        return exited.code if isinstance(exited.code, int) else int(exited.code is not None)
+    return 0
+
+
+def file_complaint(error: OSError) -> str:
+    """What went wrong with a file, in one line with the remedy where there is one."""
+    import errno
+
+    name = error.filename or "standard output"
+    reason = (error.strerror or str(error)).lower()
+    remedies = {
+        errno.ENOSPC: "free some, or write elsewhere with --out",
+        errno.EACCES: "change its permissions, or write elsewhere with --out",
+        errno.EROFS: "write elsewhere with --out",
+        errno.ENOENT: "check the path; directories above a file are not made",
+    }
+    remedy = remedies.get(error.errno or 0)
+    return f"{name}: {reason}" + (f"; {remedy}" if remedy else "")
+
+
+def _refuse(complaint: str) -> int:
+    """Say the complaint on one line; the status of bad input."""
+    typer.echo(f"trainwright: {' '.join(complaint.split())}", err=True)
+    _drop_output()
+    return BAD_INPUT
+
+
+def _drop_output() -> None:
+    """Let what standard output still holds go nowhere, so that closing it can't fail once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

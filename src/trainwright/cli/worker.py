@@ -1,0 +1,62 @@
+"""Processes that a verb starts: `train` and `calibrate` call themselves under torchrun and show what comes back.
+
+The first rank of the workers tells its progress in lines of JSON on standard output (`--stream`), which the
+starting process takes from the launcher and shows; whatever else they say goes to standard error at the end, a
+line that several ranks say alike only once. A verb that a user started by torchrun tells its progress itself.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+BAD_INPUT = 2
+
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", hidden=True, help="Tell progress in lines of JSON, for the process that shows it."),
+]
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun's agent started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_workers(arguments: list[str], num_ranks: int, on_message: Callable[[dict[str, Any]], None]) -> None:
+    """Run this program with `--stream` on each rank of the node; leave with their exit status if it isn't 0."""
+    from trainwright.train.launch import launch
+
+    lines: dict[str, None] = {}
+
+    def on_line(line: str) -> None:
+        message = _message(line)
+        if message is not None:
+            on_message(message)
+        else:
+            lines[line] = None
+
+    status = launch([*arguments, "--stream"], num_ranks, on_line=on_line)
+    # Where one rank refuses its input, the others fail for want of it, and what they say is beside the point.
+    complaints = [line for line in lines if line.startswith("trainwright: ")]
+    for line in complaints[:1] if status == BAD_INPUT and complaints else lines:
+        typer.echo(line, err=True)
+    if status:
+        raise typer.Exit(status)
+
+
+def tell(message: dict[str, Any]) -> None:
+    """Tell the starting process something, at once."""
+    typer.echo(json.dumps(message))
+
+
+def _message(line: str) -> dict[str, Any] | None:
+    """What a line tells; None for one that is meant for people."""
+    if not line.startswith("{"):
+        return None
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""What is shown: nouns as terminal views. Formats, never predicts or measures."""

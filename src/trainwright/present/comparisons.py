@@ -1,0 +1,57 @@
+"""A finished run against its prediction, for people: predicted, seen, and the residual by cause."""
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Group, RenderableType
+
+from trainwright.present.parts import headline, section, table
+from trainwright.spec.answers import ComparedQuantity, Comparison
+from trainwright.spec.units import bytes_text, count_text, seconds_text
+
+QUANTITY_TEXT: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_s": ("step", seconds_text),
+    "tokens_per_s": ("tokens/s", count_text),
+    "mfu": ("MFU", lambda value: f"{value:.1%}"),
+    "parameter_bytes": ("parameters", bytes_text),
+    "gradient_bytes": ("gradients", bytes_text),
+    "optimizer_bytes": ("optimizer", bytes_text),
+    "peak_bytes": ("peak memory", bytes_text),
+}
+"""What a quantity is called, and how its values are written."""
+
+
+def comparison_view(comparison: Comparison) -> RenderableType:
+    """All of a comparison as three tables."""
+    return Group(
+        headline(f"{comparison.run_name} ({comparison.run_hash}): predicted against seen"),
+        section("The run; memory of the rank with the largest peak", _table(comparison.quantities, None)),
+        section("Time of a step by cause", _table(comparison.seconds, seconds_text))
+        if comparison.seconds
+        else section("Time by cause was not seen: the run was too short for an instrumented step"),
+        section("Memory at the peak by cause", _table(comparison.bytes, bytes_text)),
+    )
+
+
+def verdict_view(comparison: Comparison, tolerance: float, accepted: bool) -> RenderableType:
+    """Whether the step's time was predicted well enough, in one sentence."""
+    step = next(each for each in comparison.quantities if each.name == "step_s")
+    return section(
+        f"The step took {_relative_text(step)} against its prediction: "
+        f"{'within' if accepted else 'OUT OF'} the tolerance of {tolerance:.0%}"
+    )
+
+
+def _table(quantities: Sequence[ComparedQuantity], text: Callable[[float], str] | None) -> RenderableType:
+    columns = [("", "<"), ("predicted", ">"), ("seen", ">"), ("residual", ">"), ("", ">")]
+    rows = []
+    for each in quantities:
+        name, as_text = (each.name, text) if text else QUANTITY_TEXT[each.name]
+        if each.predicted or each.seen:
+            residual = ("+" if each.residual >= 0 else "") + as_text(each.residual)
+            rows.append([name, as_text(each.predicted), as_text(each.seen), residual, _relative_text(each)])
+    return table(columns, rows)
+
+
+def _relative_text(quantity: ComparedQuantity) -> str:
+    relative = quantity.relative_residual
+    return "not predicted" if relative is None else f"{relative:+.1%}"
