@@ -67,7 +67,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "full recompute": {"recipe": {"recompute": "full"}},
         "zero 3 of one": {"recipe": {"zero": 3}},
         "ignored targets": {"ignored": True},
-        "no clipping": {"recipe": {"grad_clip": None}},
+        "no clipping": {"recipe": {"grad_clip": 0.0}},
     },
     2: {
         **{f"dp zero {zero}": {"dp": 2, "recipe": {"zero": zero}} for zero in range(4)},

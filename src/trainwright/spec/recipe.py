@@ -62,8 +62,8 @@ class Recipe(Noun):
     sequence_parallel: bool = True
     """Norms and residuals are cut along the sequence over tp (arXiv:2205.05198)."""
     schedule: ScheduleName = "1f1b"
-    grad_clip: Positive | None = 1.0
-    """Largest norm of the whole gradient, over all axes; None leaves it as it is."""
+    grad_clip: NonNegative = 1.0
+    """Largest norm of the whole gradient, over all axes; 0 leaves the gradient as it is."""
     optimizer: Optimizer = Optimizer()
     overlap: Overlap = Overlap()
     seed: Natural = 0

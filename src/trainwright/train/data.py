@@ -1,0 +1,85 @@
+"""Which tokens a step sees: a function of the seed and the global sample number, never of the layout.
+
+The stream of tokens is cut into windows of seq_len + 1 that overlap by one token, so that each token is a
+target once per epoch. Sample i of epoch e is window P(i), with P a permutation of the windows that is keyed by
+(seed, e) and evaluated point by point: a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers
+with arbitrary finite domains", s2), so that a trillion tokens need no shuffled list. Step t takes the samples
+t * global_batch and on; each data-parallel rank takes its contiguous part of them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainwright.spec.errors import reject
+from trainwright.train.shards import Shards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A data-parallel rank's part of one step, by microbatch."""
+
+    inputs_BS: list[torch.Tensor]
+    targets_BS: list[torch.Tensor]
+    """`IGNORED` marks positions without a target."""
+    global_tokens: int
+    """Targets of the step over all ranks: what the summed loss is divided by."""
+
+
+IGNORED = -100
+"""Target that no loss is taken of; PyTorch's default for `ignore_index`."""
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """Windows of a token stream in a shuffled order that only `seed` decides."""
+
+    shards: Shards
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_windows < 1:
+            reject(
+                "data.path",
+                str(self.shards.directory),
+                f"holds {self.shards.num_tokens} tokens, which is less than one sample of "
+                f"seq_len+1={self.seq_len + 1}; add data or lower recipe.seq_len",
+            )
+
+    @property
+    def num_windows(self) -> int:
+        return (self.shards.num_tokens - 1) // self.seq_len
+
+    def sample(self, number: int) -> np.ndarray:
+        """Tokens (seq_len + 1) of global sample `number`, counted through all epochs."""
+        epoch, position = divmod(number, self.num_windows)
+        window = permuted(position, self.num_windows, f"{self.seed}/{epoch}")
+        return self.shards.window(window * self.seq_len, self.seq_len + 1)
+
+    def batch(self, step: int, *, global_batch: int, micro_batch: int, dp_rank: int, dp: int) -> Batch:
+        """What data-parallel rank `dp_rank` of `dp` trains on in step `step`, counted from 0."""
+        per_rank = global_batch // dp
+        first = step * global_batch + dp_rank * per_rank
+        tokens = torch.from_numpy(np.stack([self.sample(first + at) for at in range(per_rank)]))
+        return Batch(
+            inputs_BS=list(tokens[:, :-1].contiguous().split(micro_batch)),
+            targets_BS=list(tokens[:, 1:].contiguous().split(micro_batch)),
+            global_tokens=global_batch * self.seq_len,
+        )
+
+
+def permuted(position: int, size: int, key: str) -> int:
+    """Where a permutation of range(size), chosen by `key`, sends `position`."""
+    half_bits = max((size - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = position >> half_bits, position & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        position = left << half_bits | right
+        if position < size:
+            return position

@@ -1,0 +1,176 @@
+"""Who this process is and whom it talks to: the only file that reads RANK, WORLD_SIZE and LOCAL_RANK.
+
+`joined` turns a `Layout` into the groups of each axis (ranks ordered innermost to outermost tp, cp, pp, dp) and
+a `DeviceMesh` over the same groups for PyTorch's tensor parallelism and sharding. gloo serves CPUs and NCCL
+serves GPUs; `_device` alone decides. Every group has a timeout, so that a lost peer is an error and not a hang.
+
+A process group that is alive at interpreter exit may abort the process with a wrong status (PyTorch 2.13), so
+`joined` always destroys what it made, and a worker ends through `leave`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainwright.spec.errors import reject
+from trainwright.spec.layout import AXES, Coordinate, Layout
+
+TIMEOUT_S = 300.0
+"""For a rank to answer. Longer than any step or compilation, shorter than anyone's patience."""
+FAIL_LATER_S = 5.0
+"""Longer than a supervisor takes to see a worker gone, and than that worker takes to go."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process among those that torchrun started; a process that it didn't start is alone."""
+
+    rank: int
+    local_rank: int
+    world: int
+
+    @staticmethod
+    def from_environment() -> "Worker":
+        values = os.environ
+        return Worker(
+            int(values.get("RANK", 0)), int(values.get("LOCAL_RANK", 0)), int(values.get("WORLD_SIZE", 1))
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in a layout and its group on each axis; an axis of degree 1 has no group."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    dp_replicate: int = 1
+    """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline."""
+    device_mesh: DeviceMesh | None = None
+    """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def dp_shard(self) -> int:
+        return self.layout.dp // self.dp_replicate
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        assert self.device_mesh is not None
+        return self.device_mesh[axes[0]] if len(axes) == 1 else self.device_mesh[axes]
+
+    def axis_of_group(self, name: str) -> str | None:
+        """The axis whose group goes by `name` in PyTorch's functional collectives."""
+        return next((axis for axis, group in self.groups.items() if group.group_name == name), None)
+
+    def peer(self, pp_rank: int) -> int:
+        """Global rank of the pipeline peer at `pp_rank`."""
+        return self.layout.rank(self.coordinate._replace(pp=pp_rank))
+
+    def sum_over_world(self, values: list[float]) -> list[float]:
+        """Each of `values` summed over all ranks, in float64."""
+        if self.layout.world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        if self.layout.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined(layout: Layout, dp_replicate: int = 1, timeout_s: float = TIMEOUT_S) -> Iterator[Mesh]:
+    """The mesh of `layout`, with process groups that live as long as the context.
+
+    Raises `InvalidSpec` where the layout's ranks aren't the processes that were started.
+    """
+    worker = Worker.from_environment()
+    if layout.world != worker.world:
+        reject(
+            "layout",
+            f"{layout.world} ranks",
+            f"but {worker.world} process(es) were started; start {layout.world} or change the degrees",
+        )
+    if worker.world > 1:
+        torch.set_num_threads(1)
+    device, backend = _device(worker.local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    if layout.world == 1:
+        yield build_mesh(layout, 0, device, dp_replicate, timeout)
+        return
+    dist.init_process_group(backend, rank=worker.rank, world_size=worker.world, timeout=timeout)
+    try:
+        yield build_mesh(layout, worker.rank, device, dp_replicate, timeout)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: int, timeout: timedelta) -> Mesh:
+    """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none."""
+    if layout.world == 1:
+        return Mesh(layout, rank, device, dp_replicate)
+    groups: dict[str, dist.ProcessGroup] = {}
+    axes: dict[str, tuple[tuple[int, ...], ...]] = {axis: layout.groups(axis) for axis in AXES}
+    shard = layout.dp // dp_replicate
+    axes["dp_shard"] = tuple(
+        ranks[first : first + shard] for ranks in axes["dp"] for first in range(0, layout.dp, shard)
+    )
+    axes["dp_replicate"] = tuple(ranks[first::shard] for ranks in axes["dp"] for first in range(shard))
+    if layout.pp > 1:
+        ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
+        axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
+    for axis, all_ranks in axes.items():
+        mine = next(ranks for ranks in all_ranks if rank in ranks)
+        # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.
+        # PyTorch names them by how many a rank has made, so every rank makes one on every axis.
+        group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[axis] = group
+    ranks = torch.arange(layout.world).view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
+    names = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+    device_mesh = DeviceMesh.from_group([groups[name] for name in names], device.type, ranks, mesh_dim_names=names)
+    live = {axis: group for axis, group in groups.items() if group.size() > 1}
+    return Mesh(layout, rank, device, dp_replicate, live, device_mesh)
+
+
+@contextmanager
+def failing_in_turn(mesh: Mesh) -> Iterator[None]:
+    """A rank whose peers are gone waits a moment before it fails too: the supervisor ends it meanwhile, and
+    what the user reads is what the first one said."""
+    try:
+        yield
+    except RuntimeError:
+        if mesh.layout.world > 1:
+            time.sleep(FAIL_LATER_S)
+        raise
+
+
+def leave(status: int) -> NoReturn:
+    """End a worker at once with `status`, output flushed: threads of process groups can't change it any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _device(local_rank: int) -> tuple[torch.device, str]:
+    """Where tensors live and which backend connects them."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank), "nccl"
+    return torch.device("cpu"), "gloo"

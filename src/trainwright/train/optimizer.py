@@ -1,0 +1,68 @@
+"""AdamW, the course of its learning rate, and clipping by the norm of the whole gradient over all axes."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from trainwright.spec.recipe import Optimizer
+from trainwright.train.parallel.local import local_of
+
+CLIP_EPSILON = 1e-6
+"""Beside the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
+
+
+def adamw(choice: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """PyTorch's fused AdamW: moments in the parameters' precision, decay on matrices alone."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": choice.weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=choice.lr,
+        betas=(choice.beta1, choice.beta2),
+        eps=choice.epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
+    """Rate of step `step` (counted from 0) of a run of `steps`; `Optimizer` says the course."""
+    if step < choice.warmup_steps:
+        return choice.lr * (step + 1) / choice.warmup_steps
+    floor = choice.min_lr_fraction
+    if choice.schedule == "constant":
+        return choice.lr
+    if choice.schedule == "cosine":
+        progress = (step - choice.warmup_steps) / max(1, steps - 1 - choice.warmup_steps)
+        return choice.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    decay_steps = max(1, round(steps * choice.decay_fraction))
+    left = min(1.0, max(0, steps - 1 - step) / decay_steps)
+    return choice.lr * (floor + (1 - floor) * left)
+
+
+def squared_norm(parameters: Iterable[tuple[nn.Parameter, int]]) -> float:
+    """This rank's share of the squared norm of the whole gradient: `parameters` come with the number of ranks
+    that hold the same part, each of which counts its fraction, so that shares sum to the square."""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter, copies in parameters:
+        assert parameter.grad is not None, "a parameter got no gradient"
+        by_copies.setdefault(copies, []).append(local_of(parameter.grad))
+    total = 0.0
+    for copies, gradients in by_copies.items():
+        norms = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double()
+        total += float((norms * norms).sum()) / copies
+    return total
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
+    """Scale all gradients so that their norm, which is `norm`, is `largest` at the most."""
+    scale = largest / (norm + CLIP_EPSILON)
+    if scale < 1.0:
+        for each in parameters:
+            assert each.grad is not None
+            local_of(each.grad).mul_(scale)

@@ -1,0 +1,1 @@
+"""One file for each way of spreading the model; `train/parallelize.py` says in which order they apply."""

@@ -1,0 +1,35 @@
+"""What a data-parallel form has to do around the microbatches of a step: the interface of the two that exist."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import nn
+
+
+class DataParallel(Protocol):
+    """Owner of the parameters that the optimizer moves, and of their gradients."""
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer moves, by name: of all pieces, each tensor once."""
+        ...
+
+    def copies(self) -> int:
+        """Data-parallel ranks that hold the same part of a parameter."""
+        ...
+
+    def held_bytes(self) -> dict[str, float]:
+        """Bytes of parameters (every copy) and of gradients that this rank holds between the acts of a step, when
+        gradients have been accumulated."""
+        ...
+
+    def before_backward(self, piece: int, *, is_last: bool) -> None:
+        """Called before each backward pass of a piece; `is_last` for its last microbatch of the step."""
+        ...
+
+    def reduce(self) -> None:
+        """Called after all backward passes: afterwards each gradient is the sum over all dp ranks."""
+        ...
+
+    def after_update(self) -> None:
+        """Called when the optimizer has moved the parameters: drops gradients, refreshes compute copies."""
+        ...

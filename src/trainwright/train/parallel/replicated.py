@@ -1,0 +1,210 @@
+"""Data parallelism where every rank holds the whole piece (zero=0, or shards of one rank): gradients are summed.
+
+Nothing is wrapped, so a single process runs the plain model at its own speed. Gradients go out in flat buckets,
+in the order in which backward finishes them; with overlap, each bucket leaves while backward goes on (PyTorch DDP,
+arXiv:2006.15704 s3.2).
+
+In bf16 the piece holds bf16 weights; fp32 masters and fp32 sums of the microbatches' gradients stand beside them
+(arXiv:1710.03740 s3.1). Norm weights under sequence parallelism have gradients that are partial sums over tp,
+which are added up here too, once per step.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from trainwright.spec.units import MIB
+from trainwright.train.clock import Clock
+from trainwright.train.mesh import Mesh
+from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.local import bytes_of, local_of
+
+BUCKET_BYTES = 25 * MIB
+"""DDP's default: large enough for the links' bandwidth, small enough to leave early."""
+
+
+@dataclass
+class Slot:
+    """One parameter: the tensor that the piece computes with, and the one that the optimizer moves."""
+
+    name: str
+    piece: int
+    working: nn.Parameter
+    master: nn.Parameter
+    bucket: "Bucket | None" = None
+
+
+@dataclass
+class Bucket:
+    """Gradients of one piece that travel together."""
+
+    slots: list[Slot] = field(default_factory=list)
+    num_bytes: int = 0
+    waiting: int = 0
+    """Gradients that backward has yet to finish."""
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+
+class Replicated:
+    """See the file's first paragraph. `overlap` lets buckets leave during the last backward pass."""
+
+    def __init__(
+        self, pieces: list[Transformer], mesh: Mesh, compute_dtype: torch.dtype, clock: Clock, *, overlap: bool
+    ) -> None:
+        self._mesh, self._clock, self._overlap = mesh, clock, overlap
+        self._group = mesh.groups.get("dp")
+        self._is_last = dict.fromkeys(range(len(pieces)), False)
+        self._slots = [
+            slot for number, piece in enumerate(pieces) for slot in _slots(number, piece, compute_dtype)
+        ]
+        self._buckets = _buckets(self._slots) if self._group is not None else []
+        for slot in self._slots:
+            if slot.bucket is not None or slot.master is not slot.working:
+                slot.working.register_post_accumulate_grad_hook(self._finished(slot))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for slot in self._slots:
+            yield slot.name, slot.master
+
+    def copies(self) -> int:
+        return self._mesh.layout.dp
+
+    def held_bytes(self) -> dict[str, float]:
+        masters = sum(bytes_of(slot.master) for slot in self._slots)
+        working = sum(bytes_of(slot.working) for slot in self._slots if slot.working is not slot.master)
+        return {"parameters": float(masters + working), "gradients": float(masters)}
+
+    def before_backward(self, piece: int, *, is_last: bool) -> None:
+        self._is_last[piece] = is_last
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        with self._clock.of("dp"):
+            for bucket in self._buckets:
+                if bucket.flat is None:
+                    self._send(bucket)
+            for bucket in self._buckets:
+                _unpack(bucket)
+        with self._clock.of("tp"):
+            self._sum_partial()
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        for slot in self._slots:
+            slot.master.grad = None
+            if slot.master is not slot.working:
+                local_of(slot.working).copy_(local_of(slot.master))
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.slots)
+
+    def _finished(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """The hook that runs when a microbatch's gradient of `slot` is complete."""
+
+        @torch.no_grad()
+        def hook(working: torch.Tensor) -> None:
+            if slot.master is not slot.working:
+                _add_to_master(slot)
+            bucket = slot.bucket
+            if bucket is None or not self._overlap or not self._is_last[slot.piece]:
+                return
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._send(bucket)
+
+        return hook
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.flat = torch.cat([_gradient(slot).view(-1) for slot in bucket.slots])
+        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        assert isinstance(work, dist.Work)
+        bucket.work = work
+
+    def _sum_partial(self) -> None:
+        """Turn gradients that are partial sums over tp into whole ones, all in one collective."""
+        partial = [slot for slot in self._slots if _is_partial(slot.master.grad)]
+        if not partial:
+            return
+        flat = torch.cat([_gradient(slot).view(-1) for slot in partial])
+        dist.all_reduce(flat, group=self._mesh.groups["tp"])
+        for slot, summed in zip(partial, flat.split([_gradient(slot).numel() for slot in partial]), strict=True):
+            gradient = slot.master.grad
+            assert isinstance(gradient, DTensor)
+            local = summed.view_as(_gradient(slot)).clone()
+            slot.master.grad = DTensor.from_local(local, gradient.device_mesh, (Replicate(),), run_check=False)
+
+
+def _slots(number: int, piece: Transformer, compute_dtype: torch.dtype) -> list[Slot]:
+    masters = dict(piece.named_parameters())
+    if all(master.dtype == compute_dtype for master in masters.values()):
+        return [Slot(name, number, master, master) for name, master in masters.items()]
+    masters = {name: nn.Parameter(master.detach().clone()) for name, master in masters.items()}
+    piece.to(compute_dtype)
+    piece.tie()
+    return [Slot(name, number, working, masters[name]) for name, working in piece.named_parameters()]
+
+
+def _buckets(slots: list[Slot]) -> list[Bucket]:
+    """Slots of a piece from its last parameter to its first, cut where a bucket is full."""
+    buckets: list[Bucket] = []
+    for slot in reversed(slots):
+        local = local_of(slot.master)
+        num_bytes = local.numel() * local.element_size()
+        last = buckets[-1] if buckets else None
+        if last is None or last.slots[0].piece != slot.piece or last.num_bytes + num_bytes > BUCKET_BYTES:
+            last = Bucket()
+            buckets.append(last)
+        last.slots.append(slot)
+        last.num_bytes += num_bytes
+        last.waiting += 1
+        slot.bucket = last
+    return buckets
+
+
+def _gradient(slot: Slot) -> torch.Tensor:
+    """The master's gradient as this rank stores it."""
+    assert slot.master.grad is not None, f"{slot.name} has no gradient"
+    return local_of(slot.master.grad)
+
+
+def _add_to_master(slot: Slot) -> None:
+    """Move the working gradient into the master's, in the master's precision."""
+    gradient = slot.working.grad
+    assert gradient is not None
+    slot.working.grad = None
+    if slot.master.grad is not None:
+        local_of(slot.master.grad).add_(local_of(gradient))
+        return
+    local = local_of(gradient).to(slot.master.dtype)
+    if isinstance(gradient, DTensor):
+        # Keeps the mark of a partial sum, which the layout of the master doesn't have.
+        slot.master.grad = DTensor.from_local(
+            local,
+            gradient.device_mesh,
+            gradient.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+    else:
+        slot.master.grad = local
+
+
+def _unpack(bucket: Bucket) -> None:
+    """Wait for the bucket's sum and copy it back into the gradients."""
+    assert bucket.work is not None
+    assert bucket.flat is not None
+    bucket.work.wait()
+    gradients = [_gradient(slot) for slot in bucket.slots]
+    parts = bucket.flat.split([gradient.numel() for gradient in gradients])
+    for part, gradient in zip(parts, gradients, strict=True):
+        gradient.copy_(part.view_as(gradient))
+    bucket.flat = bucket.work = None
+
+
+def _is_partial(gradient: torch.Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and isinstance(gradient.placements[0], Partial)

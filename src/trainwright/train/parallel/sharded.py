@@ -1,0 +1,95 @@
+"""Data parallelism where each rank holds a shard of the piece (ZeRO, arXiv:1910.02054), by PyTorch's FSDP2.
+
+The stage says when shards are gathered and gradients are scattered:
+
+    zero 1  parameters are gathered once and gradients scattered once per step
+    zero 2  gradients are scattered after each microbatch's backward, so no rank keeps whole ones
+    zero 3  parameters are given back after each use too, layer by layer
+
+Optimizer state is sharded in all three. With dp_replicate above 1 (HSDP) shards are kept within groups, and
+gradients are then summed across them, once per step. FSDP2 would divide by the ranks; here gradients are summed.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainwright.train.mesh import Mesh
+from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.local import bytes_of, local_of
+
+Fill = Callable[[Transformer, nn.Module, str], None]
+"""Gives the parameters of a module, which has this prefix in its piece, their values."""
+
+
+class Sharded:
+    """See the file's first paragraph. `fill` is called on each part before it is cut, so that no more than one
+    layer is ever whole."""
+
+    def __init__(
+        self,
+        pieces: list[Transformer],
+        mesh: Mesh,
+        zero: int,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        fill: Fill,
+    ) -> None:
+        self._mesh, self._zero = mesh, zero
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
+        )
+        self._whole_values = sum(local_of(each).numel() for piece in pieces for each in piece.parameters())
+        self._compute_bytes, self._master_bytes = compute_dtype.itemsize, master_dtype.itemsize
+        axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+        submesh = mesh.submesh(*axes)
+
+        def shard(piece: Transformer, module: nn.Module, prefix: str) -> None:
+            fill(piece, module, prefix)
+            fully_shard(module, mesh=submesh, reshard_after_forward=zero == 3, mp_policy=policy)
+
+        for piece in pieces:
+            for name, layer in piece.layers.items():
+                shard(piece, layer, f"layers.{name}.")
+            shard(piece, piece, "")
+            for module in _sharded_modules(piece):
+                module.set_gradient_divide_factor(1.0)
+                # gloo and NCCL can add but not add and divide in one.
+                module.set_force_sum_reduction_for_comms(True)
+        self._pieces = pieces
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for piece in self._pieces:
+            yield from piece.named_parameters()
+
+    def copies(self) -> int:
+        return 1  # The parameters are DTensors over dp, whose placements say it.
+
+    def held_bytes(self) -> dict[str, float]:
+        shards = sum(bytes_of(parameter) for _, parameter in self.parameters())
+        gathered = 0 if self._zero == 3 else self._whole_values * self._compute_bytes
+        gradients = self._whole_values * self._master_bytes if self._zero == 1 else shards
+        return {"parameters": float(shards + gathered), "gradients": float(gradients)}
+
+    def before_backward(self, piece: int, *, is_last: bool) -> None:
+        root = self._pieces[piece]
+        assert isinstance(root, FSDPModule)
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last or self._zero >= 2)
+        root.set_requires_all_reduce(is_last)
+        root.set_reshard_after_backward(is_last or self._zero == 3)
+
+    def reduce(self) -> None:
+        """Nothing is left to do: FSDP2 has reduced each layer's gradients inside the last backward."""
+
+    def after_update(self) -> None:
+        for _, parameter in self.parameters():
+            parameter.grad = None
+
+
+def _sharded_modules(piece: nn.Module) -> Iterator[FSDPModule]:
+    for module in piece.modules():
+        if isinstance(module, FSDPModule):
+            yield module

@@ -1,0 +1,166 @@
+"""Whole runs on this node: what is written, the status that comes back, and that nothing is left behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from example import example_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainwright.spec import toml
+from trainwright.spec.record import RankRecord, StepRecord
+from trainwright.spec.run import Run
+from trainwright.train.launch import launch
+from trainwright.train.shards import write_shards
+
+STEPS = 8
+
+
+def run_on(directory: Path, *, tokens: np.ndarray | None = None, **fields: object) -> Run:
+    """A run file over shards of a repeating pattern, both in `directory`."""
+    shards = directory / "shards"
+    shards.mkdir()
+    stream = np.tile(np.arange(97, dtype=np.uint32), 60) if tokens is None else tokens
+    write_shards(shards, [stream], 258, "test")
+    run = example_run(**fields)  # type: ignore[arg-type]
+    run = run.changed(data=run.data.changed(source="shards", path=str(shards))).check()
+    (directory / "run.toml").write_text(toml.write(run))
+    return run
+
+
+def train(directory: Path, world: int, steps: int = STEPS) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    arguments = ["train", str(directory / "run.toml"), "--steps", str(steps), "--out", str(directory / "out")]
+    return launch(arguments, world, on_line=lines.append), lines
+
+
+def test_a_run_writes_what_was_seen(tmp_path: Path) -> None:
+    recipe = {"precision": "bf16", "zero": 1, "optimizer": {"lr": 0.01, "warmup_steps": 2}}
+    run = run_on(tmp_path, tp=2, dp=2, recipe=recipe, model={"vocab_size": 260})
+    status, lines = train(tmp_path, 4)
+    assert status == 0, lines
+
+    out = tmp_path / "out"
+    records = [StepRecord.parse(json.loads(line)) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record.step for record in records] == list(range(1, STEPS + 1))
+    assert records[-1].loss < records[0].loss - 0.3
+    assert records[0].lr == pytest.approx(0.005)
+    assert all(record.peak_bytes >= records[0].peak_bytes > 0 for record in records)
+    for record in records:
+        assert record.tokens_per_s == pytest.approx(run.recipe.tokens_per_step / record.step_s)
+        flops = run.model.flops_per_token(16, "full") * record.tokens_per_s
+        assert record.mfu == pytest.approx(flops / (4 * 5e11))
+
+    ranks = [RankRecord.parse(json.loads(line)) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
+    # By hand: matrices are halved by tp, norms are whole; 4 layers, untied, vocabulary 260.
+    layer = (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48) // 2 + 2 * 32
+    values = (2 * 260 * 32) // 2 + 4 * layer + 32
+    for rank in ranks:
+        assert rank.run_hash == run.hash
+        assert rank.steps_timed == STEPS - 5
+        # zero 1 over dp=2: bf16 copies whole, fp32 masters halved, gradients whole, moments halved.
+        assert rank.bytes == {
+            "parameters": 2 * values + 4 * values / 2,
+            "gradients": 4 * values,
+            "optimizer": 8 * values / 2,
+        }
+        assert sum(rank.seconds.values()) == pytest.approx(rank.step_s)
+        assert rank.seconds["compute"] > 0
+        assert rank.seconds["tp"] > 0
+        assert rank.seconds["dp"] > 0
+        assert rank.seconds["pp"] < 0.01 * rank.step_s
+        assert rank.peak_bytes > rank.bytes["optimizer"] + rank.bytes["parameters"]
+
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([record.loss for record in records])
+
+
+def test_layouts_train_alike(tmp_path: Path) -> None:
+    losses = []
+    for name, layout in {"one": {}, "pipeline": {"pp": 2}, "shards": {"dp": 2}}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        run = run_on(directory, recipe={"zero": 3, "grad_clip": 0.5}, **layout)
+        status, lines = train(directory, run.layout.world)
+        assert status == 0, lines
+        metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([each["loss"] for each in metrics])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+
+
+def test_a_full_disk_is_one_line_and_status_2(tmp_path: Path) -> None:
+    run_on(tmp_path, pp=2)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "metrics.jsonl").symlink_to("/dev/full")
+    status, lines = train(tmp_path, 2)
+    assert status == 2, lines
+    said = [line for line in lines if line.strip()]
+    assert len(said) == 1, said
+    assert "No space left on device" in said[0]
+    assert "free space or choose another --out" in said[0]
+    assert not (out / "ledger.jsonl").exists()
+    assert workers_of(tmp_path) == []
+
+
+def test_a_bad_token_is_one_message_and_status_2(tmp_path: Path) -> None:
+    tokens = np.tile(np.arange(97, dtype=np.uint32), 60)
+    tokens[::50] = 300
+    run_on(tmp_path, tokens=tokens, dp=2)
+    status, lines = train(tmp_path, 2)
+    assert status == 2, lines
+    said = {line for line in lines if line.strip()}
+    assert all("is not below the index's vocab_size=258" in line for line in said), said
+    assert workers_of(tmp_path) == []
+
+
+def test_a_crash_gives_the_workers_status(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert launch(["no-such-verb"], 2, on_line=lines.append) == 2
+    assert any("no-such-verb" in line for line in lines)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_leaves_no_process(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    run_on(tmp_path, dp=2)
+    arguments = ["train", str(tmp_path / "run.toml"), "--steps", "100000", "--out", str(tmp_path / "out")]
+    program = f"from trainwright.train.launch import launch; raise SystemExit(launch({arguments!r}, 2))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline_s = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    child.send_signal(number)
+    _, complaint = child.communicate(timeout=40)
+    assert child.returncode == status
+    assert complaint == ""
+    assert workers_of(tmp_path) == []
+    # What is written is whole lines.
+    assert all(StepRecord.parse(json.loads(line)) for line in metrics.read_text().splitlines())
+
+
+def workers_of(directory: Path) -> list[str]:
+    """Command lines of processes that still work on a run in `directory`, after a moment to go."""
+    for _ in range(20):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(directory) in command and "trainwright" in command:
+                found.append(command)
+        if not found:
+            return []
+        time.sleep(0.1)
+    return found

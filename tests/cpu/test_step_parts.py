@@ -1,0 +1,149 @@
+"""The parts of a step that need no other rank: schedule of transfers, learning rate, clock, peak bytes."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from example import example_batches, example_run, part_of, plain_step
+
+from trainwright.spec.recipe import Optimizer
+from trainwright.spec.schedule import SCHEDULES, Act
+from trainwright.train.clock import Clock
+from trainwright.train.instrument import live_bytes, peak_bytes_of
+from trainwright.train.mesh import Mesh
+from trainwright.train.optimizer import learning_rate
+from trainwright.train.parallel.local import bytes_of
+from trainwright.train.parallel.transfers import Transfer, programs
+from trainwright.train.parallelize import Trainer, parallelize
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "microbatches"),
+    [
+        ("1f1b", 1, 1, 4),
+        ("1f1b", 2, 1, 1),
+        ("1f1b", 4, 1, 8),
+        ("gpipe", 4, 1, 3),
+        ("interleaved_1f1b", 2, 2, 4),
+        ("interleaved_1f1b", 4, 3, 8),
+        ("interleaved_1f1b", 3, 2, 3),
+    ],
+)
+def test_transfers_meet_even_if_every_one_waits(schedule: str, pp: int, vpp: int, microbatches: int) -> None:
+    made = programs(SCHEDULES[schedule](pp, vpp, microbatches), vpp)
+    done, at = set(), [0] * pp
+    while any(at[rank] < len(made[rank]) for rank in range(pp)):
+        before = list(at)
+        for rank in range(pp):
+            while at[rank] < len(made[rank]) and isinstance(made[rank][at[rank]], Act):
+                done.add((rank, made[rank][at[rank]]))
+                at[rank] += 1
+        for one, other in itertools.combinations(range(pp), 2):
+            if at[one] < len(made[one]) and at[other] < len(made[other]):
+                here, there = made[one][at[one]], made[other][at[other]]
+                if isinstance(here, Transfer) and isinstance(there, Transfer) and meet(here, there, one, other):
+                    at[one], at[other] = at[one] + 1, at[other] + 1
+        assert at != before, "a circle of waiting ranks"
+    assert len(done) == 2 * pp * vpp * microbatches
+    tags = [step.tag for program in made for step in program if isinstance(step, Transfer)]
+    assert len(tags) == 2 * len(set(tags)) == 4 * (pp * vpp - 1) * microbatches
+
+
+def meet(here: Transfer, there: Transfer, one: int, other: int) -> bool:
+    return (
+        here.tag == there.tag
+        and here.peer == other
+        and there.peer == one
+        and {here.way, there.way}
+        == {
+            "send",
+            "receive",
+        }
+    )
+
+
+def test_learning_rate() -> None:
+    cosine = Optimizer(lr=1.0, warmup_steps=10, schedule="cosine", min_lr_fraction=0.1)
+    assert [learning_rate(cosine, step, 100) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert learning_rate(cosine, 10, 100) == pytest.approx(1.0)
+    assert learning_rate(cosine, 99, 100) == pytest.approx(0.1)
+    half = learning_rate(cosine, 10 + 89 // 2, 100)
+    assert half == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 44 / 89)))
+    wsd = cosine.changed(schedule="wsd", decay_fraction=0.2)
+    assert [learning_rate(wsd, step, 100) for step in (50, 79, 89, 99)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
+    assert learning_rate(cosine.changed(schedule="constant"), 99, 100) == 1.0
+
+
+def test_clock_charges_the_innermost_cause() -> None:
+    ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    clock = Clock()
+    clock._now_s = lambda: next(ticks)  # type: ignore[method-assign]
+    clock.restart()
+    with clock.of("compute"), clock.of("tp"):
+        pass
+    seconds = clock.read()
+    assert {cause: spent for cause, spent in seconds.items() if spent} == {"host": 6.0, "compute": 6.0, "tp": 3.0}
+
+
+def test_peak_bytes_counts_temporaries_and_what_was_there() -> None:
+    kept = torch.ones(1_000_000)
+    before = live_bytes()
+    assert before >= 4_000_000
+
+    def step() -> None:
+        first = torch.ones(2_000_000)
+        del first
+        second = torch.ones(1_000_000)
+        # A temporary inside an expression: alive beside `second` for a moment, 4 MB each.
+        (second * 2).sum()
+
+    peak = peak_bytes_of(step, CPU)
+    assert 8_000_000 <= peak - before < 8_100_000
+    assert kept.numel()
+
+
+def trainer_of(**fields: object) -> Trainer:
+    run = example_run(**fields).check()  # type: ignore[arg-type]
+    return parallelize(run, Mesh(run.layout, 0, CPU), Clock())
+
+
+def test_bytes_of_one_rank_by_hand() -> None:
+    # d_model 32, 4 heads and 2 key heads of 8, d_ff 48, vocabulary 259, 4 layers, untied.
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    values = 2 * 259 * 32 + 4 * layer + 32
+    for precision, per_value in {"fp32": (4, 4, 8), "bf16": (6, 4, 8), "fp64": (8, 8, 16)}.items():
+        trainer = trainer_of(recipe={"precision": precision})
+        sequences = example_batches(trainer.run)
+        trainer.step(part_of(trainer.run, 0, sequences), 0.01)
+        held = trainer.data_parallel.held_bytes()
+        moments = [each for state in trainer.optimizer.state.values() for each in state.values() if each.ndim]
+        seen = (held["parameters"], held["gradients"], sum(map(bytes_of, moments)))
+        assert seen == tuple(values * each for each in per_value)
+
+
+def test_bf16_keeps_masters_that_small_updates_move() -> None:
+    trainer = trainer_of(recipe={"precision": "bf16", "grad_clip": 0.0})
+    batch = part_of(trainer.run, 0, example_batches(trainer.run))
+    names = dict(trainer.data_parallel.parameters())
+    before = names["layers.0.mlp.up.weight"].detach().clone()
+    result = trainer.step(batch, 1e-6)
+    after = names["layers.0.mlp.up.weight"].detach()
+    assert after.dtype == torch.float32
+    assert 0 < float((after - before).abs().max()) < 1e-5
+    working = dict(trainer.pieces[0].named_parameters())["layers.0.mlp.up.weight"]
+    assert working.dtype == torch.bfloat16
+    assert torch.equal(working, after.bfloat16())
+    exact = plain_step(trainer.run, example_batches(trainer.run))
+    assert result.loss == pytest.approx(exact["loss"], rel=2e-3)  # bf16 has 8 bits; the loss averages over tokens
+    assert result.grad_norm == pytest.approx(exact["norm"], rel=2e-2)
+
+
+def test_training_lowers_the_loss() -> None:
+    trainer = trainer_of(recipe={"precision": "fp32"})
+    batch = part_of(trainer.run, 0, example_batches(trainer.run))
+    losses = [trainer.step(batch, 0.01).loss for _ in range(12)]
+    assert losses[0] == pytest.approx(math.log(259), rel=0.02)
+    assert losses[-1] < losses[0] - 1.0
