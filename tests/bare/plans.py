@@ -73,8 +73,8 @@ def cluster(
         ),
         rates=Rates(
             matmul={"fp32": flat, "bf16": flat, "fp8": flat},
-            attention_forward=flat,
-            attention_backward=flat,
+            attention_forward={"bf16": flat},
+            attention_backward={"bf16": flat},
             memory=0.8,
             launch_s=launch_s,
             link=0.8,
@@ -84,8 +84,7 @@ def cluster(
             overlap=overlap,
         ),
         usd_per_device_hour=2.0,
-        provenance={
-            table: assumed
-            for table in ("device", "node", "fabric", "rates", "usd_per_device_hour", "framework_bytes")
-        },
+        provenance=dict.fromkeys(
+            ("device", "node", "fabric", "rates", "usd_per_device_hour", "framework_bytes"), assumed
+        ),
     )

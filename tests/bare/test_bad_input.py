@@ -74,8 +74,8 @@ link_bytes_per_s = 2e9
 
 [cluster.rates]
 matmul = { bf16 = { size = [1e6, 1e9], fraction = [0.1, 0.9] }, fp32 = { size = [1e6], fraction = [0.9] } }
-attention_forward = { size = [128.0, 1024.0], fraction = [0.2, 0.4] }
-attention_backward = { size = [128.0], fraction = [0.3] }
+attention_forward = { fp32 = { size = [128.0, 1024.0], fraction = [0.2, 0.4] } }
+attention_backward = { fp32 = { size = [128.0], fraction = [0.3] } }
 memory = 0.7
 launch_s = 2e-6
 link = 0.8

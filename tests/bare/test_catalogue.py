@@ -129,7 +129,7 @@ def test_rates_are_there_for_each_format_and_plausible(cluster: ClusterSpec) -> 
         curve = rates.matmul[fmt]
         assert list(curve.fraction) == sorted(curve.fraction) or cluster.device.kind == "cpu"
         assert 0.3 < max(curve.fraction) <= 1.0
-    for attention in (rates.attention_forward, rates.attention_backward):
+    for attention in (*rates.attention_forward.values(), *rates.attention_backward.values()):
         assert max(attention.fraction) < max(rates.matmul["bf16"].fraction) * 1.1
         assert min(attention.size) >= 64
         assert max(attention.size) <= 2**20

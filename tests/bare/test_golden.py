@@ -14,7 +14,9 @@ def test_predictions_have_not_changed() -> None:
     assert now.keys() == golden.keys()
     for name, report in golden.items():
         for key, value in report.items():
-            assert now[name][key] == (pytest.approx(value, rel=1e-7) if not isinstance(value, str) else value), name
+            assert now[name][key] == (pytest.approx(value, rel=1e-7) if not isinstance(value, str) else value), (
+                name
+            )
 
 
 def test_llama_3_405b_is_near_its_published_step() -> None:

@@ -47,8 +47,8 @@ CLUSTER = ClusterSpec(
     fabric=Fabric(link="wire", link_domain=2, link_bytes_per_s=1e9),
     rates=Rates(
         matmul={"fp32": FLAT},
-        attention_forward=FLAT,
-        attention_backward=FLAT,
+        attention_forward={"fp32": FLAT},
+        attention_backward={"fp32": FLAT},
         memory=1.0,
         launch_s=0.0,
         link=1.0,

@@ -47,7 +47,9 @@ def test_a_model_survives_its_toml(name: str) -> None:
 
 def test_a_run_survives_its_toml_and_keeps_its_hash() -> None:
     run = Run(
-        layout=Layout(tp=2, dp=4), recipe=Recipe(seq_len=64, global_batch=8, grad_clip=0.0), model=dense_model(),
+        layout=Layout(tp=2, dp=4),
+        recipe=Recipe(seq_len=64, global_batch=8, grad_clip=0.0),
+        model=dense_model(),
         cluster=cluster(),
     )
     again = toml.read(toml.write(run), Run, "run.toml")

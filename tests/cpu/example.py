@@ -27,8 +27,8 @@ CLUSTER = ClusterSpec.parse(
         "fabric": {"link": "shared memory", "link_domain": 64, "link_bytes_per_s": 1e9},
         "rates": {
             "matmul": {"fp32": {"size": [1e6], "fraction": [0.8]}},
-            "attention_forward": {"size": [128], "fraction": [0.4]},
-            "attention_backward": {"size": [128], "fraction": [0.3]},
+            "attention_forward": {"fp32": {"size": [128], "fraction": [0.4]}},
+            "attention_backward": {"fp32": {"size": [128], "fraction": [0.3]}},
             "memory": 0.8,
             "launch_s": 3e-6,
             "link": 0.5,

@@ -7,10 +7,13 @@ import pytest
 import torch
 from example import example_batches, example_run, part_of, plain_step
 
+from trainwright.plan.operations import layer_piece
+from trainwright.plan.table import Table
 from trainwright.spec.recipe import Optimizer
 from trainwright.spec.schedule import SCHEDULES, Act
+from trainwright.train.bench import LAUNCHES_OF_A_LAYER
 from trainwright.train.clock import Clock
-from trainwright.train.instrument import live_bytes, peak_bytes_of
+from trainwright.train.instrument import live_storages, peak_bytes_of
 from trainwright.train.mesh import Mesh
 from trainwright.train.optimizer import learning_rate
 from trainwright.train.parallel.local import bytes_of
@@ -80,7 +83,7 @@ def test_learning_rate() -> None:
 def test_clock_charges_the_innermost_cause() -> None:
     ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     clock = Clock()
-    clock._now_s = lambda: next(ticks)  # type: ignore[method-assign]
+    clock._now_s = lambda **_: next(ticks)  # type: ignore[method-assign]
     clock.restart()
     with clock.of("compute"), clock.of("tp"):
         pass
@@ -90,18 +93,21 @@ def test_clock_charges_the_innermost_cause() -> None:
 
 def test_peak_bytes_counts_temporaries_and_what_was_there() -> None:
     kept = torch.ones(1_000_000)
-    before = live_bytes()
+    before = sum(storage.nbytes() for storage in live_storages())
     assert before >= 4_000_000
 
     def step() -> None:
         first = torch.ones(2_000_000)
         del first
         second = torch.ones(1_000_000)
-        # A temporary inside an expression: alive beside `second` for a moment, 4 MB each.
+        # A temporary of an expression: alive beside `second` for a moment, 4 MB each.
         (second * 2).sum()
+        third = torch.ones(3_000_000)
+        third.untyped_storage().resize_(0)
+        del second
 
     peak = peak_bytes_of(step, CPU)
-    assert 8_000_000 <= peak - before < 8_100_000
+    assert 16_000_000 <= peak - before < 16_100_000
     assert kept.numel()
 
 
@@ -147,3 +153,9 @@ def test_training_lowers_the_loss() -> None:
     losses = [trainer.step(batch, 0.01).loss for _ in range(12)]
     assert losses[0] == pytest.approx(math.log(259), rel=0.02)
     assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_bench_counts_a_layers_launches_as_the_planner_does() -> None:
+    run = trainer_of().run
+    piece = layer_piece(Table.of_run(run), run.model.layers[0])
+    assert sum(sum(operation.launches) for operation in piece.operations) == LAUNCHES_OF_A_LAYER

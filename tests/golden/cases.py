@@ -18,33 +18,66 @@ GOLDEN = Path(__file__).with_name("predictions.json")
 
 def case(model: str, cluster: str, layout: dict[str, int], **recipe: object) -> Run:
     return Run(
-        layout=Layout.parse(layout), recipe=Recipe.parse(recipe), data=DataSpec(vocab_size=300),
-        model=load_model(model), cluster=load_cluster(cluster),
+        layout=Layout.parse(layout),
+        recipe=Recipe.parse(recipe),
+        data=DataSpec(vocab_size=300),
+        model=load_model(model),
+        cluster=load_cluster(cluster),
     )
 
 
 CASES = {
     "llama-3.1-405b 16384 h100": case(
-        "llama-3.1-405b", "h100-sxm", {"tp": 8, "pp": 16, "vpp": 4, "dp": 128}, seq_len=8192, global_batch=2048,
+        "llama-3.1-405b",
+        "h100-sxm",
+        {"tp": 8, "pp": 16, "vpp": 4, "dp": 128},
+        seq_len=8192,
+        global_batch=2048,
         schedule="interleaved_1f1b",
     ),
     "llama-3.1-405b 16384 h100, 128K": case(
-        "llama-3.1-405b", "h100-sxm", {"tp": 8, "cp": 16, "pp": 16, "dp": 8}, seq_len=131072, global_batch=128,
+        "llama-3.1-405b",
+        "h100-sxm",
+        {"tp": 8, "cp": 16, "pp": 16, "dp": 8},
+        seq_len=131072,
+        global_batch=128,
         zero=2,
     ),
     "llama-3.1-70b 512 h100 fsdp": case(
-        "llama-3.1-70b", "h100-sxm", {"tp": 8, "dp": 64}, seq_len=8192, global_batch=512, zero=3, recompute="full",
+        "llama-3.1-70b",
+        "h100-sxm",
+        {"tp": 8, "dp": 64},
+        seq_len=8192,
+        global_batch=512,
+        zero=3,
+        recompute="full",
     ),
     "llama-3.1-8b 8 h200 fp8": case(
-        "llama-3.1-8b", "h200", {"dp": 8}, seq_len=8192, global_batch=128, precision="fp8", zero=2,
+        "llama-3.1-8b",
+        "h200",
+        {"dp": 8},
+        seq_len=8192,
+        global_batch=128,
+        precision="fp8",
+        zero=2,
     ),
     "gpt3-175b 1024 a100": case(
-        "gpt3-175b", "a100-80gb-sxm", {"tp": 8, "pp": 8, "dp": 16}, seq_len=2048, global_batch=1536,
+        "gpt3-175b",
+        "a100-80gb-sxm",
+        {"tp": 8, "pp": 8, "dp": 16},
+        seq_len=2048,
+        global_batch=1536,
         recompute="selective",
     ),
     "llama-local-6m 4 cpu": case(
-        "llama-local-6m", "local-cpu", {"tp": 2, "pp": 2}, seq_len=256, global_batch=8, micro_batch=2,
-        precision="fp32", zero=0,
+        "llama-local-6m",
+        "local-cpu",
+        {"tp": 2, "pp": 2},
+        seq_len=256,
+        global_batch=8,
+        micro_batch=2,
+        precision="fp32",
+        zero=0,
     ),
 }
 

@@ -5,7 +5,8 @@ gives the device's peak and the shape of each curve, cleanly. All ranks of the n
 computes, give one factor per operation: with more ranks than cores, n ranks on c cores each take n/c as long,
 which the planner counts as `core_sharing`; what they take beyond that (shared memory bandwidth and caches,
 turbo) is contention, and lowers the whole curve. Its median over sizes is taken, as the system's scheduler
-makes single sizes unreliable. A collective is a line over message bytes by least absolute relative deviation,
+makes single sizes unreliable. Kernels are timed bare; what modules and autograd put around each operation is the
+launch, which the planner adds. A collective is a line over message bytes by least absolute relative deviation,
 which goes through two of the points, so all pairs are tried (Bloomfield and Steiger, Least Absolute
 Deviations, 1983).
 """
@@ -36,8 +37,6 @@ from trainwright.spec.record import Calibration, Fit, Sample
 COLLECTIVES: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 LARGEST_FRACTION = 1.5
 """What `spec.cluster.Curve` allows."""
-LEAST_INSIDE = 0.2
-"""Share of a call's time that is taken to be its arithmetic at least, however costly the launch."""
 WORKER_BYTES = 300_000_000
 """Resident memory of a worker that has imported PyTorch and joined a process group: 222 to 299 MB seen with
 torch 2.13 on CPU."""
@@ -93,6 +92,7 @@ def calibrate(samples: Sequence[Sample], machine: Machine) -> Calibration:
             attention_forward=compute.attention["attention_forward"],
             attention_backward=compute.attention["attention_backward"],
             memory=compute.memory_fraction,
+            elementwise=compute.elementwise,
             launch_s=compute.launch_s,
             link=links.fraction,
             link_latency_s=links.latency_s,
@@ -141,9 +141,9 @@ class _Compute:
         self._samples = samples
         self._ranks, self._cores = ranks, cores
         self.fits: list[Fit] = []
-        self.launch_s = _median(point.seconds for point in self._alone("launch", None))
+        self.launch_s = _median(point.seconds / point.work for point in self._alone("launch", None))
         self.launch_s *= self._contention("launch", None)
-        self._note("launch", "launch", None, lambda point: self.launch_s)
+        self._note("launch", "launch", None, lambda point: self.launch_s * point.work)
         precisions = sorted({sample.precision for sample in samples if sample.op == "matmul"})
         self.peaks = {precision: self._best_rate("matmul", precision) for precision in precisions}
         if "fp32" not in self.peaks:
@@ -152,27 +152,29 @@ class _Compute:
             precision: self._curve("matmul", precision, self.peaks[precision]) for precision in precisions
         }
         self.attention = {
-            op: self._curve(op, "fp32", self.peaks["fp32"]) for op in ("attention_forward", "attention_backward")
+            op: {
+                precision: self._curve(op, precision, self.peaks[precision])
+                for precision in sorted({sample.precision for sample in samples if sample.op == op})
+                if precision in self.peaks
+            }
+            for op in ("attention_forward", "attention_backward")
         }
         self.memory_bytes_per_s = self._best_rate("copy", None)
-        self.memory_fraction = min(1.0, self._elementwise_bytes_per_s(precisions) / self.memory_bytes_per_s)
+        streamed_bytes_per_s = self.memory_bytes_per_s / self._contention("copy", None)
+        self.memory_fraction = streamed_bytes_per_s / self.memory_bytes_per_s
+        self._note("memory", "copy", None, lambda point: point.work / streamed_bytes_per_s)
+        self.elementwise = {
+            precision: self._elementwise_fraction(precision)
+            for precision in sorted({sample.precision for sample in samples if sample.op == "elementwise"})
+        }
 
-    def _elementwise_bytes_per_s(self, precisions: Sequence[str]) -> float:
-        """What kernels bound by memory reach with all ranks busy: one figure for all precisions, as the planner
-        has one, so their geometric mean. Where they were not measured, they are taken to do as a copy does."""
-        if not any(sample.op == "elementwise" for sample in self._samples):
-            copied = self._best_rate("copy", None) / self._contention("copy", None)
-            self._note("memory", "copy", None, lambda point: point.work / copied)
-            return copied
-        reached = []
-        for precision in precisions:
-            points = self._alone("elementwise", precision)
-            contention = self._contention("elementwise", precision)
-            reached.append(_median(point.work / point.seconds for point in points) / contention)
-        mean = math.exp(sum(map(math.log, reached)) / len(reached))
-        for precision in precisions:
-            self._note(f"elementwise {precision}", "elementwise", precision, lambda point: point.work / mean)
-        return mean
+    def _elementwise_fraction(self, precision: str) -> float:
+        """What elementwise operators reach of the memory bandwidth, with all ranks busy."""
+        points = self._alone("elementwise", precision)
+        alone_bytes_per_s = _median(point.work / point.seconds for point in points)
+        bytes_per_s = alone_bytes_per_s / self._contention("elementwise", precision)
+        self._note(f"elementwise {precision}", "elementwise", precision, lambda point: point.work / bytes_per_s)
+        return min(1.0, bytes_per_s / self.memory_bytes_per_s)
 
     def _alone(self, op: str, precision: str | None) -> list[Point]:
         """Points of one busy rank."""
@@ -201,16 +203,14 @@ class _Compute:
         contention = self._contention(op, precision)
         sizes, fractions = [], []
         for point in self._alone(op, precision):
-            # The planner adds the launch to what the curve gives.
-            seconds = max(point.seconds * contention - self.launch_s, LEAST_INSIDE * point.seconds)
             sizes.append(point.size)
-            fractions.append(min(point.work / seconds / peak_flops_per_s, LARGEST_FRACTION))
+            fractions.append(min(point.work / (point.seconds * contention) / peak_flops_per_s, LARGEST_FRACTION))
         curve = Curve(size=tuple(sizes), fraction=tuple(fractions))
         self._note(
             f"{op} {precision}",
             op,
             precision,
-            lambda point: self.launch_s + point.work / (peak_flops_per_s * curve.at(point.size)),
+            lambda point: point.work / (peak_flops_per_s * curve.at(point.size)),
         )
         return curve
 

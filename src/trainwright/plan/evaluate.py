@@ -27,10 +27,14 @@ from trainwright.plan.operations import (
 from trainwright.plan.table import RECOMPUTE, SCHEDULE, Floats, Table
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.stages import layers_of_stages
+from trainwright.spec.units import MIB
 
 OPTIMIZER_BYTES_PER_PARAM = 40
 """Traffic of clipping and AdamW per local parameter: the norm reads 4, scaling moves 8, the update reads
 weight, gradient and two moments (16) and writes three of them (12). Published steps fit 32-38 with clipping."""
+
+BUCKET_BYTES = 25 * MIB
+"""Of gradients that are replicated, the trainer's bucket, which is that of PyTorch DDP."""
 
 
 @dataclass(frozen=True)
@@ -168,24 +172,21 @@ def _piece_time(table: Table, piece: Piece, *, recomputable: bool) -> PieceTime:
                 seconds = rates.matmul_s(table, each)
                 add(forward, "matmul", seconds)
                 add(backward, "matmul", rates.BACKWARD_MATMULS * seconds)
-                kernels = (1, rates.BACKWARD_MATMULS)
             case AttentionCore():
                 forward_s, backward_s = rates.attention_s(table, each)
                 add(forward, "attention", forward_s)
                 add(backward, "attention", backward_s)
-                kernels = (1, 1)
             case Elementwise():
                 forward_s, backward_s = rates.elementwise_s(table, each)
                 add(forward, "elementwise", forward_s)
                 add(backward, "elementwise", backward_s)
-                kernels = (each.kernels, 2 * each.kernels)
             case Collective():
                 for ops, into in ((each.forward, forward), (each.backward, backward)):
                     for op in ops:
                         add(into, each.axis, rates.axis_collective_s(table, each.axis, op, each.message_bytes))
-                continue
-        add(forward, "launch", np.full(1, launch_s * kernels[0]))
-        add(backward, "launch", np.full(1, launch_s * kernels[1]))
+        launches = each.launches
+        add(forward, "launch", np.full(1, launch_s * launches[0]))
+        add(backward, "launch", np.full(1, launch_s * launches[1]))
     if recomputable:
         again = table.columns.recompute == RECOMPUTE.index("full")
         compute = sum((forward[cause] for cause in ("matmul", "attention", "elementwise", "launch")), np.zeros(1))
@@ -227,13 +228,18 @@ def dp_seconds(group: Group) -> tuple[Floats, Floats]:
     # Shards lie over cp and the inner part of dp; between them stand the pp stages.
     distance = np.where(columns.cp > 1, cp_stride, rates.stride(table, "dp"))
 
-    def over(op: rates.CollectiveOp, message: Floats, size: NDArray, far: NDArray) -> Floats:
-        return rates.collective_s(cluster, op, message, size, far)
+    # Sharded layers, and what stands around them, travel one by one; replicated gradients in buckets.
+    units = table.model.num_layers / columns.pp + 1
+
+    def over(
+        op: rates.CollectiveOp, message: Floats, size: NDArray, far: NDArray, parts: Floats = units
+    ) -> Floats:
+        return parts * rates.collective_s(cluster, op, message / parts, size, far)
 
     gradient_bytes, weight_bytes = params * recipe.master_bytes, params * recipe.compute_bytes
     scatter = over("reduce_scatter", gradient_bytes, shards, distance)
     gather = over("all_gather", weight_bytes, shards, distance)
-    all_reduce = over("all_reduce", gradient_bytes, shards, distance)
+    all_reduce = over("all_reduce", gradient_bytes, shards, distance, np.ceil(gradient_bytes / BUCKET_BYTES))
     between = over("all_reduce", gradient_bytes / shards, np.full_like(shards, replicas), distance * shards)
     reductions = np.where(zero >= 2, microbatches, 1)
     seconds = np.select(

@@ -11,7 +11,6 @@ fp32 logsumexp per head and token, and no scores.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -38,6 +37,11 @@ class Matmul:
     def forward_flops(self) -> Floats:
         return 2.0 * self.m * self.k * self.n
 
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Kernels forward and backward."""
+        return 1, 2
+
 
 @dataclass(frozen=True)
 class AttentionCore:
@@ -49,6 +53,10 @@ class AttentionCore:
     saved_statistics_bytes: Floats
     """Of saved_bytes, what selective recompute drops."""
 
+    @property
+    def launches(self) -> tuple[int, int]:
+        return 1, 1
+
 
 @dataclass(frozen=True)
 class Elementwise:
@@ -59,6 +67,12 @@ class Elementwise:
     backward_bytes: Floats
     saved_bytes: Floats
     kernels: int = 1
+    streams: bool = False
+    """One long pass over contiguous memory, as over gradients, and not over many small rows."""
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        return self.kernels, 2 * self.kernels
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,10 @@ class Collective:
     forward: tuple[CollectiveOp, ...]
     backward: tuple[CollectiveOp, ...]
     message_bytes: Floats
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        return 0, 0  # its latency is all of it
 
 
 Operation = Matmul | AttentionCore | Elementwise | Collective
@@ -123,9 +141,10 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
         *extra_norms,
     )
     gradients = (mlp.gated + 2) * mlp.d_ff / table.columns.tp + 2 * d_model
+    params = _layer_params(table, layer, mlp)
     return Piece(
-        operations,
-        _layer_params(table, layer, mlp),
+        (*operations, _accumulation(table, params)),
+        params,
         residual_bytes,
         table.tokens * gradients * size,
     )
@@ -137,7 +156,8 @@ def embedding_piece(table: Table) -> Piece:
     out_bytes = table.tokens * model.d_model * size
     lookup = Elementwise("embedding", 2 * out_bytes, 2 * out_bytes, 8 * table.tokens)
     params = np.ceil(model.vocab_size / tp) * model.d_model + model.learned_positions * model.d_model
-    return Piece((lookup, *_exit(table, "embedding")), params, 8 * table.tokens, 0 * out_bytes)
+    operations = (lookup, *_exit(table, "embedding"), _accumulation(table, params))
+    return Piece(operations, params, 8 * table.tokens, 0 * out_bytes)
 
 
 def head_piece(table: Table) -> Piece:
@@ -146,15 +166,23 @@ def head_piece(table: Table) -> Piece:
     residual_bytes = table.residual_tokens * model.d_model * size
     vocab = np.ceil(model.vocab_size / tp)
     logits = table.tokens * vocab
-    # Traffic of a cross-entropy, forward and backward: 11 passes over the logits, fitted to published runs.
-    loss = Elementwise("loss", 5 * logits * size, 6 * logits * size, 0 * logits, kernels=4)
-    # The logits, their fp32 log-softmax, and the gradient that backward makes of it.
-    copies = (size if size < 4 else 0) + 2 * max(size, 4)
+    # In fp32 at least: forward reads the logits and writes their log-softmax; backward reads them, writes the
+    # softmax, scales it in place, and rounds it to the logits' format.
+    wide = max(size, 4)
+    rounding = wide + size if size < wide else 0
+    loss = Elementwise(
+        "loss", (size + wide) * logits, (size + 3 * wide + rounding) * logits, 0 * logits, kernels=2
+    )
+    # Live in backward: the logits, the softmax that becomes their gradient, and that rounded.
+    copies = size + wide + (size if size < wide else 0)
     matmul = Matmul("head", table.tokens, _of(table, model.d_model), vocab, residual_bytes, in_low_precision=False)
     norm = Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, residual_bytes + 4 * table.residual_tokens)
     own_matrix = 0 if model.tied_embeddings else 1
     params = own_matrix * vocab * model.d_model + model.norm_params + vocab * model.head_bias
-    return Piece((norm, *_entry(table, "head"), matmul, loss), params, residual_bytes, logits * copies)
+    # Where the vocabulary is cut, its ranks exchange two numbers per token.
+    exchange = Collective("loss", "tp", ("all_gather",), (), 2 * max(size, 4) * table.tokens * tp)
+    operations = (norm, *_entry(table, "head"), matmul, exchange, loss, _accumulation(table, params))
+    return Piece(operations, params, residual_bytes, logits * copies)
 
 
 def _attention(table: Table, layer: LayerSpec) -> tuple[Operation, ...]:
@@ -167,7 +195,12 @@ def _attention(table: Table, layer: LayerSpec) -> tuple[Operation, ...]:
         q_width = heads * attention.d_head
         kv_width = 2 * _kv_heads(table, attention) * attention.d_head
         out_width = q_width
-        projections = [_linear(table, "qkv", table.model.d_model, q_width + kv_width)]
+        # The three read the same input, which is saved once.
+        projections = [
+            _linear(table, "query", table.model.d_model, q_width),
+            _linear(table, "key", table.model.d_model, kv_width / 2, save_input=False),
+            _linear(table, "value", table.model.d_model, kv_width / 2, save_input=False),
+        ]
         rotary_bytes = table.tokens * (q_width + kv_width / 2) * size
     else:
         projections, q_width, kv_width, out_width = _latent_projections(table, attention)
@@ -206,8 +239,11 @@ def _mlp(table: Table, mlp: DenseMlp) -> tuple[Operation, ...]:
     activation = Elementwise(
         "activation", (matrices + 1) * inner_bytes, (2 * matrices + 1) * inner_bytes, (matrices + 1) * inner_bytes
     )
+    up = _linear(table, "up", table.model.d_model, width)
+    gate = (_linear(table, "gate", table.model.d_model, width, save_input=False),) if mlp.gated else ()
     return (
-        _linear(table, "up", table.model.d_model, matrices * width),
+        up,
+        *gate,
         activation,
         Matmul("down", table.tokens, width, _of(table, table.model.d_model), 0 * inner_bytes),
     )
@@ -221,22 +257,36 @@ def _linear(
     return Matmul(name, table.tokens, _of(table, k), n, rows * k * table.recipe.compute_bytes * save_input)
 
 
-def _entry(table: Table, where: str) -> tuple[Collective, ...]:
+def _entry(table: Table, where: str) -> tuple[Operation, ...]:
     """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
     for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
-        return (Collective(f"{where} in", "tp", ("all_gather",), backward, message),)
+        gather = Collective(f"{where} in", "tp", ("all_gather",), backward, message)
+        return (gather, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message),)
 
 
-def _exit(table: Table, where: str) -> tuple[Collective, ...]:
+def _exit(table: Table, where: str) -> tuple[Operation, ...]:
     """Out of a tensor-parallel region: partial sums are added up."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
-        return (Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message),)
+        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message)
+        return (_reorder(table, message, forward=1, backward=1), scatter)
     return (Collective(f"{where} out", "tp", ("all_reduce",), (), message),)
+
+
+def _reorder(table: Table, message: Floats, *, forward: int, backward: int) -> Elementwise:
+    """Collectives join parts end to end; sequences of a microbatch beyond the first need a copy to lie right."""
+    moved = 2 * message * ((table.columns.tp > 1) & (table.columns.micro_batch > 1))
+    return Elementwise("reorder", forward * moved, backward * moved, 0 * moved, kernels=0)
+
+
+def _accumulation(table: Table, params: Floats) -> Elementwise:
+    """Each microbatch's weight gradients are added to those of the step: read, and the sum read and written."""
+    moved = params * (table.recipe.compute_bytes + 2 * table.recipe.master_bytes)
+    return Elementwise("gradient accumulation", 0 * moved, moved, 0 * moved, kernels=0, streams=True)
 
 
 def _context_gather(table: Table, kv_width: Floats) -> tuple[Collective, ...]:
@@ -272,6 +322,3 @@ def _layer_params(table: Table, layer: LayerSpec, mlp: DenseMlp) -> Floats:
 def _of(table: Table, value: float) -> Floats:
     """`value` for every row."""
     return np.full(len(table.columns), float(value))
-
-
-PieceName = Literal["embedding", "layer", "head"]

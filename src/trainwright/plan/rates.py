@@ -2,7 +2,7 @@
 
 matmul       launch + max(FLOPs * skew / (peak * fraction(FLOPs)), bytes / achieved memory bandwidth)
 attention    launch + FLOPs / (peak * fraction(sequence length)), backward 2.5 times the forward FLOPs
-elementwise  launches + bytes / achieved memory bandwidth
+elementwise  launches + bytes / (memory bandwidth * fraction for the activations' number format)
 collective   hops * latency + the busiest link's bytes / achieved bandwidth of the slowest tier it crosses
 
 Ring costs as in nccl-tests: all_gather and reduce_scatter move (n-1)/n of the message over each link,
@@ -55,22 +55,31 @@ def _skew(table: Table, each: Matmul) -> Floats:
 
 def attention_s(table: Table, each: AttentionCore) -> tuple[Floats, Floats]:
     """Seconds forward and backward, without launches."""
-    rates = table.cluster.rates
-    fmt: Format = "fp32" if table.cluster.device.kind == "cpu" else "bf16"
+    rates, fmt = table.cluster.rates, table.recipe.activation_format
     peak = table.cluster.peak(fmt) or table.cluster.device.peak_flops_per_s.fp32
     length = table.recipe.seq_len * np.ones(1)
-    forward = each.forward_flops / (peak * curve(rates.attention_forward, length))
-    backward = BACKWARD_ATTENTION * each.forward_flops / (peak * curve(rates.attention_backward, length))
+    forward = each.forward_flops / (peak * curve(_of_format(rates.attention_forward, fmt), length))
+    backward_flops = BACKWARD_ATTENTION * each.forward_flops
+    backward = backward_flops / (peak * curve(_of_format(rates.attention_backward, fmt), length))
     return forward, backward
+
+
+def _of_format(rates: dict[str, Curve], fmt: Format) -> Curve:
+    return next(rates[name] for name in (fmt, "bf16", "fp32") if name in rates)
 
 
 def elementwise_s(table: Table, each: Elementwise) -> tuple[Floats, Floats]:
     """Seconds forward and backward, without launches."""
-    return memory_s(table.cluster, each.forward_bytes), memory_s(table.cluster, each.backward_bytes)
+    rates, device = table.cluster.rates, table.cluster.device
+    fraction = (
+        rates.memory if each.streams else rates.elementwise.get(table.recipe.activation_format, rates.memory)
+    )
+    bytes_per_s = device.memory_bytes_per_s * fraction
+    return each.forward_bytes / bytes_per_s, each.backward_bytes / bytes_per_s
 
 
 def memory_s(cluster: ClusterSpec, moved_bytes: Floats) -> Floats:
-    """Seconds to move bytes through a device's memory, read and written ones together."""
+    """Seconds to stream bytes through a device's memory, read and written ones together."""
     return moved_bytes / (cluster.device.memory_bytes_per_s * cluster.rates.memory)
 
 

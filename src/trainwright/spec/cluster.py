@@ -147,11 +147,15 @@ class Rates(Noun):
     matmul_half_dim: NonNegative = 0.0
     """h in the penalty for short dimensions, (1 + h/m)(1 + h/k)(1 + h/n) over that of the square matmul with the
     same FLOPs, which the curve describes."""
-    attention_forward: Curve
-    """Fraction of the bf16 (on CPU: fp32) matmul peak, causal FLOPs, against the sequence length."""
-    attention_backward: Curve
+    attention_forward: dict[str, Curve]
+    """Fraction of the format's matmul peak, causal FLOPs, against the sequence length. A format that is absent
+    has the fraction of bf16, or of fp32 where there is no bf16."""
+    attention_backward: dict[str, Curve]
+    """The same for backward, whose FLOPs count as 2.5 times forward's."""
     memory: Annotated[float, Field(gt=0, le=1)]
-    """Fraction of the memory bandwidth that elementwise kernels reach."""
+    """Fraction of the memory bandwidth that long streams reach: optimizer, casts, gradient accumulation."""
+    elementwise: dict[str, Fraction] = {}  # noqa: RUF012  (pydantic copies defaults)
+    """The same of a layer's elementwise operators, by number format of the activations; absent ones stream."""
     launch_s: NonNegative
     """Fixed cost of one kernel or operator."""
     link: Fraction

@@ -86,6 +86,11 @@ class Recipe(Noun):
         return self.precision
 
     @property
+    def activation_format(self) -> Format:
+        """Number format of activations and of what fp8 recipes leave in high precision."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of an activation, and of a weight as the matmuls read it."""
         return {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[self.precision]

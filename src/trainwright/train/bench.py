@@ -2,11 +2,13 @@
 
 Every rank runs this at once. Compute is measured twice: by rank 0 alone while the others wait, and by all ranks
 together, because ranks that outnumber the cores share them. Collectives are measured over groups of each size
-that divides the world, all groups of a size at the same time, as a layout uses them; one repetition takes as
-long as its slowest rank. The whole takes about `BUDGET_S` seconds; medians are for `measure/`.
+that divides the world, all groups of a size at the same time and between pieces of compute, as a layout uses
+them; one repetition takes as long as its slowest rank. The whole takes about `BUDGET_S` seconds; medians are for
+`measure/`.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +17,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from trainwright.spec.model import (
+    DenseMlp,
+    GroupedQueryAttention,
+    LayerGroup,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+)
 from trainwright.spec.record import Sample, SampleOp
+from trainwright.train.collectives import all_gather, reduce_scatter
+from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.model.functions import gated, rms_norm
+from trainwright.train.model.layers import Layer
+from trainwright.train.model.rotary import Rotary
 
 BUDGET_S = 9.0
 REPETITIONS = 7
@@ -23,6 +38,14 @@ WARMUP = 2
 REPETITION_S = 0.015
 """Length of a repetition, in which a short call is made many times: long enough for the clock, and for the
 system to share out cores among more ranks than it has."""
+
+CALLS_BETWEEN_WORK = 6
+WORK_MATMULS = 4
+"""Of 256 cubed: about a millisecond of one core, as a block of a small layer is."""
+LAUNCHES_OF_A_LAYER = 50
+"""Forward and backward, as the planner counts them (a test holds the two against each other)."""
+LEAST_COLLECTIVE_S = 2e-5
+"""Where the noise of two timings hides a small collective: the cost of the call in Python."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -37,7 +60,7 @@ MATMULS = (
 )
 """(m, k, n), from one that the call's overhead governs to one that saturates a core."""
 ATTENTION_LENGTHS = (128, 256, 1024)
-MESSAGE_BYTES = (4096, 65536, 1 << 20, 1 << 23)
+MESSAGE_BYTES = (16384, 1 << 19, 1 << 22)
 
 
 @dataclass(frozen=True)
@@ -82,6 +105,11 @@ class Bench:
 
                     yield f"attention, {busy} rank(s) busy", attention
 
+                def elementwise(budget_s: float, busy: int = busy, precision: str = precision) -> list[Sample]:
+                    return self._elementwise(budget_s, busy, precision)
+
+                yield f"elementwise, {busy} rank(s) busy", elementwise
+
             def memory(budget_s: float, busy: int = busy) -> list[Sample]:
                 return self._copy(budget_s, busy) + self._launch(busy)
 
@@ -95,7 +123,7 @@ class Bench:
         return self._timed("matmul", precision, flops, flops, busy, budget_s, lambda: F.linear(left_MK, right_NK))
 
     def _attention(self, budget_s: float, busy: int, precision: str, length: int) -> list[Sample]:
-        heads, width = 4, 64
+        heads, width = 8, 32
         shape = (1, heads, length, width)
         query, key, value = (
             torch.randn(shape, dtype=DTYPES[precision], device=self.device, requires_grad=True) for _ in range(3)
@@ -116,6 +144,37 @@ class Bench:
             *self._timed("attention_backward", precision, length, 2.5 * flops, busy, budget_s / 2, backward),
         ]
 
+    def _elementwise(self, budget_s: float, busy: int, precision: str) -> list[Sample]:
+        """Norms, residuals and gated activations of some layers and a loss, forward and backward, as the model has
+        them: what is bound by memory. The bytes are those that the planner counts."""
+        layers, tokens, d_model, d_ff, vocab = 4, 512, 256, 768, 4096
+        x_TD, weight_D, gate_TF, up_TF, logits_BSV = (
+            torch.randn(shape, dtype=DTYPES[precision], device=self.device, requires_grad=True)
+            for shape in ((tokens, d_model), (d_model,), (tokens, d_ff), (tokens, d_ff), (1, tokens, vocab))
+        )
+        targets_BS = torch.randint(vocab, (1, tokens), device=self.device)
+        inputs = (x_TD, weight_D, gate_TF, up_TF, logits_BSV)
+        upstream = [
+            torch.ones_like(x_TD),
+            *[torch.ones_like(gate_TF)] * layers,
+            torch.ones((), device=self.device),
+        ]
+
+        def call() -> object:
+            h_TD, products = x_TD, []
+            for _ in range(layers):
+                h_TD = h_TD + rms_norm(h_TD, weight_D, 1e-5)
+                h_TD = h_TD + rms_norm(h_TD, weight_D, 1e-5)
+                products.append(gated(gate_TF, up_TF, F.silu))
+            outputs = [h_TD, *products, summed_cross_entropy(logits_BSV, targets_BS)]
+            return torch.autograd.grad(outputs, inputs, upstream)
+
+        size = x_TD.element_size()
+        loss_bytes = 2 * size + 4 * 4 + (4 + size if size < 4 else 0)
+        layer_bytes = size * (2 * 5 * d_model + 2 * 6 * d_model + 8 * d_ff)
+        moved = tokens * (layers * layer_bytes + loss_bytes * vocab)
+        return self._timed("elementwise", precision, moved, moved, busy, budget_s, call)
+
     def _copy(self, budget_s: float, busy: int) -> list[Sample]:
         source = torch.randn(1 << 23, device=self.device)
         target = torch.empty_like(source)
@@ -123,9 +182,24 @@ class Bench:
         return self._timed("copy", "fp32", moved, moved, busy, budget_s, lambda: target.copy_(source))
 
     def _launch(self, busy: int) -> list[Sample]:
-        """Cost of an operation on next to nothing."""
-        value = torch.zeros(1, device=self.device)
-        return self._timed("launch", "fp32", 1.0, 1.0, busy, 0.1, lambda: value.add_(1.0))
+        """Cost of an operation on next to nothing, autograd and module calls included: a layer so small that
+        nothing else is left of it, forward and backward, shared out over its operations."""
+        attention = GroupedQueryAttention(num_heads=2, num_kv_heads=1, d_head=8)
+        layer_spec = LayerSpec(attention=attention, mlp=DenseMlp(d_ff=16))
+        spec = ModelSpec(
+            name="tiny",
+            d_model=16,
+            vocab_size=16,
+            layer_groups=(LayerGroup(repeat=1, pattern=(layer_spec,)),),
+            rope=Rope(),
+        )
+        layer, rotary = Layer(spec, layer_spec).to(self.device), Rotary(Rope())
+        x_BSD = torch.randn(1, 8, 16, device=self.device, requires_grad=True)
+
+        def call() -> object:
+            return torch.autograd.backward(layer(x_BSD, rotary).sum())
+
+        return self._timed("launch", "fp32", 1.0, LAUNCHES_OF_A_LAYER, busy, 0.2, call)
 
     def _collective_parts(self) -> Iterator[tuple[str, Callable[[float], list[Sample]]]]:
         for size in (size for size in range(2, self.world + 1) if self.world % size == 0):
@@ -168,18 +242,48 @@ class Bench:
 
         calls: dict[SampleOp, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
+            "all_gather": lambda: all_gather(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_to_all": lambda: dist.all_to_all_single(received, whole, group=group),
             "send": send,
         }
         return [
-            sample
+            self._sample(op, "fp32", message_bytes, message_bytes, size, seconds)
             for op, call in calls.items()
-            for sample in self._timed(
-                op, "fp32", message_bytes, message_bytes, size, budget_s / len(calls), call, collective=True
-            )
+            if (seconds := self._between_work(call, budget_s / len(calls)))
         ]
+
+    def _between_work(self, call: Callable[[], object], budget_s: float) -> list[float]:
+        """Seconds that a collective adds to each piece of work that it follows; on rank 0, elsewhere nothing.
+
+        As a layer uses it: ranks come to it from compute, one later than the other, and where they outnumber the
+        cores a rank that waits may not be the one that runs next. Back to back collectives show none of that.
+        """
+        left, right = (torch.randn(256, 256, device=self.device) for _ in range(2))
+
+        def work() -> None:
+            for _ in range(WORK_MATMULS):
+                torch.mm(left, right)
+
+        def both() -> None:
+            work()
+            call()
+
+        _seconds_of(both, 1)
+        self._barrier()
+        probe_s = self._slowest([_seconds_of(both, 2)])[0]
+        repetitions = min(REPETITIONS, max(3, int(budget_s / (4 * probe_s))))
+        with_call, without = [], []
+        for _ in range(repetitions):
+            self._barrier()
+            with_call.append(_seconds_of(both, CALLS_BETWEEN_WORK) / CALLS_BETWEEN_WORK)
+            self._barrier()
+            without.append(_seconds_of(work, CALLS_BETWEEN_WORK) / CALLS_BETWEEN_WORK)
+        with_call, without = self._slowest(with_call), self._slowest(without)
+        if self.rank != 0:
+            return []
+        typical_s = statistics.median(without)
+        return [max(each - typical_s, LEAST_COLLECTIVE_S) for each in with_call]
 
     def _timed(
         self,
@@ -190,40 +294,41 @@ class Bench:
         busy: int,
         budget_s: float,
         call: Callable[[], object],
-        *,
-        collective: bool = False,
     ) -> list[Sample]:
         """Seconds per call of each repetition: of rank 0 where it alone is busy, of the slowest rank otherwise."""
-        takes_part = collective or busy > 1 or self.rank == 0
+        takes_part = busy > 1 or self.rank == 0
         self._barrier()
         probe_s = 0.0
         if takes_part:
             _seconds_of(call, WARMUP)
             probe_s = _seconds_of(call, 1)
         probe_s = max(self._slowest([probe_s])[0], 1e-7)
-        calls = 1 if collective else math.ceil(REPETITION_S / probe_s)
+        calls = math.ceil(REPETITION_S / probe_s)
         repetitions = min(REPETITIONS, max(3, int(budget_s / (calls * probe_s))))
         seconds = [0.0] * repetitions
         for repetition in range(repetitions):
-            if collective or busy > 1:
+            if busy > 1:
                 self._barrier()
             if takes_part:
                 seconds[repetition] = _seconds_of(call, calls) / calls
         seconds = self._slowest(seconds)
         if self.rank != 0:
             return []
-        return [
-            Sample.parse(
-                {
-                    "op": op,
-                    "precision": precision,
-                    "size": float(size),
-                    "work": float(work),
-                    "busy_ranks": busy,
-                    "seconds": seconds,
-                }
-            )
-        ]
+        return [self._sample(op, precision, size, work, busy, seconds)]
+
+    def _sample(
+        self, op: SampleOp, precision: str, size: float, work: float, busy: int, seconds: list[float]
+    ) -> Sample:
+        return Sample.parse(
+            {
+                "op": op,
+                "precision": precision,
+                "size": float(size),
+                "work": float(work),
+                "busy_ranks": busy,
+                "seconds": seconds,
+            }
+        )
 
     def _barrier(self) -> None:
         if self.world > 1:

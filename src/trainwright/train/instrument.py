@@ -2,28 +2,27 @@
 
 Both cost time, so neither runs in a step that is timed.
 
-Peak bytes. On a GPU the allocator knows. On a CPU the profiler reports each allocation and release of the CPU
-allocator, temporaries inside operators among them; the running sum on top of what was live before the step is the
-curve, and its maximum the peak.
+Peak bytes. On a GPU the allocator knows. On a CPU every operator's outputs are looked at: a storage that is new
+counts from then until it is gone, whichever thread lets go of it (the profiler's record of allocations misses
+those that gloo's threads release). Temporaries inside one operator are not seen.
 
-Waiting. Tensor parallelism waits in the operator `wait_tensor` of PyTorch's functional collectives, FSDP2 in
-`Work.wait`: a dispatch mode and a wrapper charge these to the axis that the collective's group belongs to. What
-this package waits for itself (pipeline transfers, bucketed gradients) charges the clock directly, in every step.
+Waiting. FSDP2 waits in `Work.wait`, inside compute: a wrapper charges that to dp. What this package waits for
+itself (tensor parallelism, pipeline transfers, bucketed gradients) charges the clock directly, in every step.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.train.clock import Clock
-from trainwright.train.mesh import Mesh
 
 
 def peak_bytes_of(step: Callable[[], object], device: torch.device) -> int:
@@ -32,33 +31,80 @@ def peak_bytes_of(step: Callable[[], object], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    before_bytes = live_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with LiveBytes(live_storages()) as live:
         step()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    running = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        running += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  (missing in PyTorch's stubs)
-        peak = max(peak, running)
-    return before_bytes + peak
+    return live.peak_bytes
 
 
-def live_bytes() -> int:
-    """Bytes of the storages of all CPU tensors that Python knows, each once."""
-    storages: dict[int, int] = {}
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live CPU storages while it is on, beginning with `storages`."""
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._bytes_of: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._gone: deque[int] = deque()
+        self.bytes = self.peak_bytes = 0
+        for storage in storages:
+            self._watch(storage)
+
+    def __enter__(self) -> Self:
+        # FSDP2 empties and fills the storages that it gathers into, which is no operator.
+        plain_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+            resized = plain_resize(storage, num_bytes)
+            self._watch(storage)
+            return resized
+
+        self._plain_resize = plain_resize
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._plain_resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor turns it into operators on plain tensors, which come back here.
+        result = func(*args, **(kwargs or {}))
+        for output in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(output, torch.Tensor):
+                storage = output.untyped_storage()
+                if storage.device.type == "cpu":  # DTensor plans with tensors that say cpu and have no bytes.
+                    self._watch(storage)
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new or has another size than before."""
+        while self._gone:
+            gone = self._gone.popleft()
+            self.bytes -= self._bytes_of.pop(gone)
+            del self._references[gone]
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._bytes_of:
+            # Other threads let go of storages too: they only leave a note, which the next look reads.
+            self._references[key] = weakref.ref(storage, lambda _: self._gone.append(key))
+        self.bytes += num_bytes - self._bytes_of.get(key, 0)
+        self._bytes_of[key] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def live_storages() -> list[torch.UntypedStorage]:
+    """Storages of all CPU tensors that Python knows, each once."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         # type() and not isinstance, which would ask deprecated objects of PyTorch for their class.
         if issubclass(type(thing), torch.Tensor) and type(thing) is not DTensor and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            storages[storage._cdata] = storage
+    return list(storages.values())
 
 
 @contextmanager
-def waits_charged(clock: Clock, mesh: Mesh) -> Iterator[None]:
-    """While it lasts, waits of tensor parallelism and of FSDP2 inside compute are charged to their axis."""
+def looked_at_closely(clock: Clock) -> Iterator[None]:
+    """While it lasts, the clock is precise, and FSDP2's waits inside compute are charged to dp."""
     plain_wait = dist.Work.wait
 
     def timed_wait(work: dist.Work, *arguments: Any) -> Any:
@@ -67,32 +113,9 @@ def waits_charged(clock: Clock, mesh: Mesh) -> Iterator[None]:
             return plain_wait(work, *arguments)
 
     dist.Work.wait = timed_wait  # pyright: ignore[reportAttributeAccessIssue]
+    clock.precise = True
     try:
-        with _FunctionalWaits(clock, mesh):
-            yield
+        yield
     finally:
+        clock.precise = False
         dist.Work.wait = plain_wait  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _FunctionalWaits(TorchDispatchMode):
-    """Times `wait_tensor`, having noted which axis each functional collective's output belongs to."""
-
-    def __init__(self, clock: Clock, mesh: Mesh) -> None:
-        super().__init__()
-        self._clock, self._mesh = clock, mesh
-        self._axis_of: dict[int, str] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # DTensor turns it into operators on plain tensors, which come back here.
-        if func.namespace != "_c10d_functional":
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            axis = self._axis_of.pop(args[0].untyped_storage().data_ptr(), "tp")
-            with self._clock.of(axis):
-                return func(*args, **(kwargs or {}))
-        output = func(*args, **(kwargs or {}))
-        axis = self._mesh.axis_of_group(args[-1])
-        if axis is not None and isinstance(output, torch.Tensor):
-            self._axis_of[output.untyped_storage().data_ptr()] = "dp" if axis.startswith("dp") else axis
-        return output

@@ -72,10 +72,6 @@ class Mesh:
         assert self.device_mesh is not None
         return self.device_mesh[axes[0]] if len(axes) == 1 else self.device_mesh[axes]
 
-    def axis_of_group(self, name: str) -> str | None:
-        """The axis whose group goes by `name` in PyTorch's functional collectives."""
-        return next((axis for axis, group in self.groups.items() if group.group_name == name), None)
-
     def peer(self, pp_rank: int) -> int:
         """Global rank of the pipeline peer at `pp_rank`."""
         return self.layout.rank(self.coordinate._replace(pp=pp_rank))

@@ -1,8 +1,8 @@
 """How a run is spread over ranks: one list in one order, each line with its why.
 
 `parallelize` turns a run into this rank's `Trainer`. Nothing here is skipped for a degree of 1 but tensor
-parallelism, whose DTensors would cost a single rank a tenth of its speed; a pipeline of one is the loop over
-microbatches, and data parallelism over one rank sums over nobody.
+parallelism, which replaces parameters; a pipeline of one is the loop over microbatches, and data parallelism over
+one rank sums over nobody.
 """
 
 import math
@@ -17,10 +17,12 @@ from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
+from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import adamw, clip, squared_norm
+from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
@@ -28,7 +30,7 @@ from trainwright.train.parallel.pipeline import Pipeline
 from trainwright.train.parallel.recompute import apply_recompute
 from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
-from trainwright.train.parallel.tensor import apply_tensor_parallel
+from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
 from trainwright.train.parallel.tied import sum_over_ends
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
@@ -122,9 +124,14 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         pieces = [Transformer(spec, stages[chunk * layout.pp + mesh.coordinate.pp]) for chunk in range(layout.vpp)]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
+    vocabulary = None
     if layout.tp > 1:
+        group, submesh = mesh.groups["tp"], mesh.submesh("tp")
+        vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
+        # Where layers are recomputed whole, gathered inputs live for one layer at a time anyway.
+        crossing = Crossing(group, clock, recipe.sequence_parallel, gather_again=recipe.recompute != "full")
         for piece in pieces:
-            apply_tensor_parallel(piece, mesh.submesh("tp"), sequence_parallel=recipe.sequence_parallel)
+            apply_tensor_parallel(piece, submesh, crossing)
             piece.tie()
 
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
@@ -152,6 +159,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         activation_dtype=compute,
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
+        vocabulary=vocabulary,
     )
     optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

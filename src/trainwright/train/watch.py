@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from trainwright.spec.ledger import SEEN_SECONDS
 from trainwright.spec.record import RankRecord
-from trainwright.train.instrument import peak_bytes_of, waits_charged
+from trainwright.train.instrument import looked_at_closely, peak_bytes_of
 from trainwright.train.parallel.local import bytes_of
 from trainwright.train.parallelize import StepResult, Trainer
 
@@ -49,7 +49,7 @@ class Watch:
         if step < WARM_UP:
             self.peak_bytes = max(self.peak_bytes, peak_bytes_of(lambda: results.append(body()), mesh.device))
         elif step in self._instrumented:
-            with waits_charged(clock, mesh):
+            with looked_at_closely(clock):
                 results.append(body())
         else:
             results.append(body())

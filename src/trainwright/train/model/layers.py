@@ -4,28 +4,32 @@ Heads are counted from the width of the projections' outputs, so the same code r
 attention core is one function of queries, keys and values, which recomputation can wrap by itself.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec
+from trainwright.train.model.functions import ACTIVATIONS, gated, rms_norm
 from trainwright.train.model.rotary import Rotary
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dim."""
 
-def norm(spec: ModelSpec, width: int) -> nn.Module:
-    """The model's norm over the last dim."""
-    if spec.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=spec.norm_epsilon)
-    return nn.LayerNorm(width, eps=spec.norm_epsilon, bias=spec.norm == "layernorm")
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.kind, self.epsilon = spec.norm, spec.norm_epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if spec.norm == "layernorm" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normalize(x, self.weight, self.bias)
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The norm with these parameters, which are this module's or a rank's plain view of them."""
+        if self.kind == "rmsnorm":
+            return rms_norm(x, weight, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
 def attention_core(
@@ -63,8 +67,8 @@ class Attention(nn.Module):
         self.value = nn.Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
         self.out = nn.Linear(heads * d_head, spec.d_model, bias=attention.out_bias)
         per_head = attention.qk_norm == "per_head"
-        self.query_norm = norm(spec, d_head) if per_head else None
-        self.key_norm = norm(spec, d_head) if per_head else None
+        self.query_norm = Norm(spec, d_head) if per_head else None
+        self.key_norm = Norm(spec, d_head) if per_head else None
         self.core = attention_core
 
     def forward(self, x_BSD: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -93,7 +97,7 @@ class Mlp(nn.Module):
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BSD)))
-        return self.down(self.activation(self.gate(x_BSD)) * self.up(x_BSD))
+        return self.down(gated(self.gate(x_BSD), self.up(x_BSD), self.activation))
 
 
 class Layer(nn.Module):
@@ -103,9 +107,9 @@ class Layer(nn.Module):
         super().__init__()
         assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(layer.mlp, DenseMlp)
-        self.attention_norm = norm(spec, spec.d_model)
+        self.attention_norm = Norm(spec, spec.d_model)
         self.attention = Attention(spec, layer.attention)
-        self.mlp_norm = norm(spec, spec.d_model)
+        self.mlp_norm = Norm(spec, spec.d_model)
         self.mlp = Mlp(spec, layer.mlp)
 
     def forward(self, x_BSD: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

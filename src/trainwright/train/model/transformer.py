@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.spec.model import ModelSpec
-from trainwright.train.model.layers import Layer, norm
+from trainwright.train.model.layers import Layer, Norm
 from trainwright.train.model.rotary import Rotary
 
 
@@ -27,7 +27,7 @@ class Transformer(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if self.is_first else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
-        self.norm = norm(spec, spec.d_model) if self.is_last else None
+        self.norm = Norm(spec, spec.d_model) if self.is_last else None
         self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
         self.rotary = None if spec.rope is None else Rotary(spec.rope)
         self.tie()

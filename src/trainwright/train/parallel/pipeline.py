@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainwright.spec.schedule import Act, Rows
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
-from trainwright.train.loss import summed_cross_entropy, vocabulary_cut
+from trainwright.train.loss import VocabularyPart, summed_cross_entropy
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
@@ -44,7 +44,8 @@ class InFlight:
 class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c].
 
-    `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model).
+    `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
+    `vocabulary` is this rank's part of the logits, where tp cuts them.
     """
 
     def __init__(
@@ -58,27 +59,28 @@ class Pipeline:
         activation_dtype: torch.dtype,
         sequence_parallel: bool,
         overlap: bool,
+        vocabulary: VocabularyPart | None,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
         self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
+        self._vocabulary = vocabulary
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
         summed cross-entropy, which is zero off the last stage."""
         assert len(batch.inputs_BS) == self._num_microbatches
         state = InFlight(torch.zeros((), dtype=torch.float64, device=self._mesh.device))
-        with vocabulary_cut(self._mesh.layout.tp > 1):
-            for step in self._program:
-                if isinstance(step, Transfer):
-                    with self._clock.of("pp"):
-                        self._transfer(step, state, batch)
-                elif step.kind == "F":
-                    self._forward(step, state, batch)
-                else:
-                    self._backward(step, state, batch)
+        for step in self._program:
+            if isinstance(step, Transfer):
+                with self._clock.of("pp"):
+                    self._transfer(step, state, batch)
+            elif step.kind == "F":
+                self._forward(step, state, batch)
+            else:
+                self._backward(step, state, batch)
         with self._clock.of("pp"):
             for _, work in state.leaving:
                 work.wait()
@@ -96,7 +98,7 @@ class Pipeline:
             output = piece(x)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
-                output = summed_cross_entropy(output, targets_BS)
+                output = summed_cross_entropy(output, targets_BS, self._vocabulary)
                 state.loss_sum += output.detach()
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
                 output = output / batch.global_tokens

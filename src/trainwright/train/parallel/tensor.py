@@ -1,163 +1,153 @@
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198), by DTensor.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198).
 
-Each layer is two cuts: heads and MLP width are cut by columns going in and by rows coming out, so a block needs
-one collective in and one out. With sequence parallelism these are an all-gather and a reduce-scatter, and norms
-and residuals work on a part of the positions; without it they are all-reduces. Embedding and head are cut along
-the vocabulary, and logits stay cut into the loss.
+Each layer is two blocks: heads and MLP width are cut by columns going in and by rows coming out, so a block needs
+one crossing in and one out (`parallel/crossing.py`). With sequence parallelism norms and residuals work on a part
+of the positions. Embedding and head are cut along the vocabulary, and logits stay cut into the loss.
 
-Where there are fewer key/value heads than ranks, their projections are whole on every rank, each of which keeps
+Where there are fewer key/value heads than ranks, their projections are whole on every rank, each of which computes
 the one head that its query heads read.
 
-The residual stream is made of plain tensors; DTensors live inside the blocks.
+Parameters are DTensors, so that data parallelism, clipping and checkpoints know what each rank has of the whole.
+What computes are their local parts, as plain tensors: on DTensors every operation would pay a dispatch in Python.
+A gradient that is a sum over a part of positions or heads comes back marked as a partial sum.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from trainwright.train.model.layers import Attention, Layer, Mlp
+from trainwright.train.model.layers import Attention, Layer, Mlp, Norm
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.crossing import Crossing
+
+COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
+"""How a (out, in) weight is cut."""
 
 
-def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossing) -> None:
     """Cut a piece over the one-dimensional `mesh`, in place. Parameters may be on the meta device."""
-    residual: Placement = Shard(1) if sequence_parallel else Replicate()
-    norm: ParallelStyle = SequenceParallel() if sequence_parallel else Whole()
-    plan: dict[str, ParallelStyle] = {}
-    if piece.embedding is not None:
-        plan["embedding"] = VocabularyCut(residual)
-    if piece.head is not None:
-        plan["norm"] = norm
-        plan["head"] = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
-    if plan:
-        parallelize_module(piece, mesh, plan)
+    # Outside the blocks each rank has its positions, or all ranks have all of them.
+    outside = Partial() if crossing.sequence_parallel else Replicate()
     for layer in piece.layers.values():
         assert isinstance(layer, Layer)
-        parallelize_module(layer, mesh, _layer_plan(layer, mesh, residual, norm))
+        _keep(layer.attention_norm, mesh, WHOLE, outside)
+        _keep(layer.mlp_norm, mesh, WHOLE, outside)
+        _cut_attention(layer.attention, mesh, crossing, outside)
+        _cut_mlp(layer.mlp, mesh, crossing, outside)
+    if piece.embedding is not None:
+        _cut_embedding(piece.embedding, mesh, crossing)
+    if piece.norm is not None and piece.head is not None:
+        _keep(piece.norm, mesh, WHOLE, outside)
+        _cut_columns(piece.head, mesh)
+        _between(piece.head, crossing)
 
 
-def _layer_plan(
-    layer: Layer, mesh: DeviceMesh, residual: Placement, norm: ParallelStyle
-) -> dict[str, ParallelStyle]:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, Mlp)
+def vocabulary_start(vocab_size: int, mesh: DeviceMesh) -> int:
+    """The first token of this rank's part of the vocabulary."""
+    return min(vocab_size, math.ceil(vocab_size / mesh.size()) * mesh.get_local_rank())
+
+
+def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     kv_heads = attention.key.out_features // attention.d_head
-    key_value = ColwiseParallel() if kv_heads % mesh.size() == 0 else OneHead(attention.d_head, kv_heads)
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": norm,
-        "attention": _gathered(residual, other_inputs=1),
-        "attention.query": ColwiseParallel(),
-        "attention.key": key_value,
-        "attention.value": key_value,
-        "attention.out": RowwiseParallel(output_layouts=residual),
-        "mlp_norm": norm,
-        "mlp": _gathered(residual),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=residual),
-    }
-    if attention.query_norm is not None:
-        # One weight for all heads, which are cut: as for a sequence, but along dim 2.
-        plan["attention.query_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan["attention.key_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    _cut_columns(attention.query, mesh)
+    for projection in (attention.key, attention.value):
+        if kv_heads % mesh.size() == 0:
+            _cut_columns(projection, mesh)
+        else:
+            _keep_one_head(projection, mesh, attention.d_head, kv_heads)
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            _keep(norm, mesh, WHOLE, Partial())  # one weight for all heads, of which a rank has some
+    _cut_rows(attention.out, mesh, crossing, outside)
+    _between(attention, crossing)
+
+
+def _cut_mlp(mlp: Mlp, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     if mlp.gate is not None:
-        plan["mlp.gate"] = ColwiseParallel()
-    return plan
+        _cut_columns(mlp.gate, mesh)
+    _cut_columns(mlp.up, mesh)
+    _cut_rows(mlp.down, mesh, crossing, outside)
+    _between(mlp, crossing)
 
 
-def _gathered(residual: Placement, other_inputs: int = 0) -> ParallelStyle:
-    """The block's first input made whole; its other inputs are no tensors."""
-    others = (None,) * other_inputs
-    return PrepareModuleInput(input_layouts=(residual, *others), desired_input_layouts=(Replicate(), *others))
+def _between(block: nn.Module, crossing: Crossing) -> None:
+    """Let a block's input come in over the edge."""
+    plain: Callable[..., torch.Tensor] = block.forward
+    _replace(block, lambda x_BSD, *others: crossing.around(plain, x_BSD, *others))
 
 
-class Whole(ParallelStyle):
-    """A module that every rank runs in full, with parameters that are DTensors like all others."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _as_whole, _as_local)
+def _cut_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    _distribute(linear, mesh, weight=COLUMNS, bias=Shard(0))
+    _replace(linear, lambda x: F.linear(x, _part(linear.weight), _part_or_none(linear.bias)))
 
 
-def _as_whole(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-    x = inputs[0]
-    assert isinstance(x, torch.Tensor)
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    return (x, *inputs[1:])
+def _cut_rows(linear: nn.Linear, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+    _distribute(linear, mesh, weight=ROWS, bias=WHOLE)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y_BSD = crossing.leave(F.linear(x, _part(linear.weight)))
+        bias_D = _part_or_none(linear.bias, outside)
+        return y_BSD if bias_D is None else y_BSD + bias_D
+
+    _replace(linear, forward)
 
 
-def _as_local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    return output.to_local()
+def _keep_one_head(linear: nn.Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> None:
+    """A key or value projection with fewer heads than ranks."""
+    _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
+    first = mesh.get_local_rank() * num_heads // mesh.size() * d_head
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight, bias = _part(linear.weight, Partial()), _part_or_none(linear.bias, Partial())
+        return F.linear(x, weight[first : first + d_head], None if bias is None else bias[first : first + d_head])
+
+    _replace(linear, forward)
 
 
-class VocabularyCut(ParallelStyle):
-    """An embedding whose rows are cut over the ranks: each looks up the tokens that it has, the others give zero.
-
-    DTensor's own cut embedding makes a gradient of the whole table on every rank; this one makes a gradient of
-    the rank's rows.
-    """
-
-    def __init__(self, output: Placement) -> None:
-        super().__init__()
-        self.output = output
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        weight_VD = distribute_tensor(module.weight, device_mesh, (Shard(0),), src_data_rank=None)
-        module.weight = nn.Parameter(weight_VD)
-        rows_per_rank = math.ceil(module.num_embeddings / device_mesh.size())
-
-        def forward(input: torch.Tensor) -> torch.Tensor:
-            weight = module.weight
-            assert isinstance(weight, DTensor)
-            row_BS = input - device_mesh.get_local_rank() * rows_per_rank
-            rows = weight.to_local()
-            elsewhere_BS = (row_BS < 0) | (row_BS >= rows.shape[0])
-            x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), rows)
-            x_BSD = x_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
-            summand = DTensor.from_local(x_BSD, device_mesh, (Partial(),), run_check=False)
-            return summand.redistribute(placements=(self.output,)).to_local()
-
-        module.forward = forward
-        return module
+def _keep(norm: Norm, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
+    """A norm that every rank has whole, and whose gradients are `gradient` over the ranks."""
+    _distribute(norm, mesh, weight=placement, bias=placement)
+    _replace(norm, lambda x: norm.normalize(x, _part(norm.weight, gradient), _part_or_none(norm.bias, gradient)))
 
 
-class OneHead(ParallelStyle):
-    """A key or value projection with fewer heads than ranks: computed whole, then this rank's head is kept.
+def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh, crossing: Crossing) -> None:
+    """Each rank looks up the tokens that it has, the others give zero, and the sum leaves the block."""
+    _distribute(embedding, mesh, weight=Shard(0), bias=Shard(0))
+    first = vocabulary_start(embedding.num_embeddings, mesh)
 
-    The gradient that comes back is of one head and one rank's queries, so over the ranks it is a partial sum.
-    """
+    def forward(tokens_BS: torch.Tensor) -> torch.Tensor:
+        rows = _part(embedding.weight)
+        row_BS = tokens_BS - first
+        elsewhere_BS = (row_BS < 0) | (row_BS >= rows.shape[0])
+        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), rows)
+        return crossing.leave(x_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
-    def __init__(self, d_head: int, num_heads: int) -> None:
-        super().__init__()
-        self.d_head = d_head
-        self.num_heads = num_heads
+    _replace(embedding, forward)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _as_whole, self._keep)
 
-    def _keep(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        whole_BSE = output.to_local(grad_placements=(Partial(),))
-        head = mesh.get_local_rank() * self.num_heads // mesh.size()
-        return whole_BSE.narrow(-1, head * self.d_head, self.d_head)
+def _distribute(module: nn.Module, mesh: DeviceMesh, *, weight: Placement, bias: Placement) -> None:
+    """Make the module's own parameters DTensors."""
+    for name, placement in (("weight", weight), ("bias", bias)):
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            distributed = distribute_tensor(parameter, mesh, (placement,), src_data_rank=None)
+            setattr(module, name, nn.Parameter(distributed))
+
+
+def _replace(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    module.forward = forward
+
+
+def _part(parameter: torch.Tensor, gradient: Placement | None = None) -> torch.Tensor:
+    """What this rank has of a parameter; its gradient comes back cut as the parameter, or as `gradient`."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=None if gradient is None else (gradient,))
+
+
+def _part_or_none(parameter: torch.Tensor | None, gradient: Placement | None = None) -> torch.Tensor | None:
+    return None if parameter is None else _part(parameter, gradient)

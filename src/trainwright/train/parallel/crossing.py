@@ -1,0 +1,145 @@
+"""The two ways across the edge of a tensor-parallel block: in, and out again.
+
+    sequence parallel    in: all-gather of the positions; out: reduce-scatter of the partial sums
+    not                  in: nothing; out: all-reduce of the partial sums
+
+and in backward the mirror image of each (arXiv:1909.08053 s3, arXiv:2205.05198 s4.2).
+
+The block's projections read the gathered input, and their weight gradients need it again. Kept, it would be the
+one thing in a layer that tensor parallelism does not make smaller. So what autograd saves is this rank's part, and
+backward gathers it once more, once for all projections of the block (ibid., s4.2.2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainwright.train.clock import Clock
+from trainwright.train.collectives import all_gather, reduce_scatter
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The edge of the blocks of one tp group. `gather_again` saves parts instead of gathered inputs; where whole
+    layers are recomputed nothing is saved anyway, and it is off."""
+
+    group: dist.ProcessGroup
+    clock: Clock
+    sequence_parallel: bool
+    gather_again: bool
+
+    def enter(self, part_BSD: torch.Tensor) -> torch.Tensor:
+        """The block's input: all positions, on every rank."""
+        function = _Gather if self.sequence_parallel else _Copy
+        return function.apply(part_BSD, self)  # pyright: ignore[reportReturnType]
+
+    def leave(self, summand_BSD: torch.Tensor) -> torch.Tensor:
+        """The block's output: partial sums of all ranks, added up; of this rank's positions or of all."""
+        function = _ScatterSum if self.sequence_parallel else _Sum
+        return function.apply(summand_BSD, self)  # pyright: ignore[reportReturnType]
+
+    def around(self, block: Callable[..., torch.Tensor], part_BSD: torch.Tensor, *others: Any) -> torch.Tensor:
+        """`block` on the gathered input, of which autograd keeps no more than the part."""
+        whole_BSD = self.enter(part_BSD)
+        if not (self.sequence_parallel and self.gather_again and torch.is_grad_enabled()):
+            return block(whole_BSD, *others)
+        kept = _KeptPart(self, part_BSD.detach(), whole_BSD)
+        with saved_tensors_hooks(kept.pack, kept.unpack):
+            return block(whole_BSD, *others)
+
+    def gathered(self, part_BSD: torch.Tensor) -> torch.Tensor:
+        ranks, (size, positions, *rest) = self.group.size(), part_BSD.shape
+        parts = part_BSD.new_empty((ranks * size, positions, *rest))
+        with self.clock.of("tp"):
+            all_gather(parts, part_BSD.contiguous(), group=self.group)
+        return parts.unflatten(0, (ranks, size)).transpose(0, 1).reshape(size, ranks * positions, *rest)
+
+    def scattered_sum(self, summand_BSD: torch.Tensor) -> torch.Tensor:
+        ranks, (size, positions, *rest) = self.group.size(), summand_BSD.shape
+        parts = summand_BSD.unflatten(1, (ranks, positions // ranks)).transpose(0, 1).flatten(0, 1).contiguous()
+        total = summand_BSD.new_empty((size, positions // ranks, *rest))
+        with self.clock.of("tp"):
+            reduce_scatter(total, parts, group=self.group)
+        return total
+
+    def summed(self, summand_BSD: torch.Tensor) -> torch.Tensor:
+        total = summand_BSD.clone()
+        with self.clock.of("tp"):
+            dist.all_reduce(total, group=self.group)
+        return total
+
+
+class _KeptPart:
+    """Stands in for the gathered input among what autograd saves in one call of a block."""
+
+    def __init__(self, crossing: Crossing, part_BSD: torch.Tensor, whole_BSD: torch.Tensor) -> None:
+        self._crossing, self._part_BSD = crossing, part_BSD
+        self._storage = whole_BSD.untyped_storage().data_ptr()
+        self._saved = self._taken = 0
+        self._whole_BSD: torch.Tensor | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | torch.Size:
+        """Saved by an operation: kept as it is, or only its shape where it is the gathered input."""
+        if tensor.untyped_storage().data_ptr() != self._storage:
+            return tensor
+        self._saved += 1
+        return tensor.shape
+
+    def unpack(self, saved: torch.Tensor | torch.Size) -> torch.Tensor:
+        """Wanted by a backward: the input, gathered at the first wish and dropped at the last."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if self._whole_BSD is None:
+            self._whole_BSD = self._crossing.gathered(self._part_BSD)
+        whole = self._whole_BSD.view(saved)
+        self._taken += 1
+        if self._taken == self._saved:
+            self._whole_BSD = None
+        return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part_BSD: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        return crossing.gathered(part_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.crossing.scattered_sum(gradients[0]), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, summand_BSD: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        return crossing.scattered_sum(summand_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.crossing.gathered(gradients[0]), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole_BSD: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        return whole_BSD.view_as(whole_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.crossing.summed(gradients[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, summand_BSD: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        return crossing.summed(summand_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
