@@ -134,3 +134,21 @@ def test_rows_do_every_act_once(schedule: str) -> None:
 def test_interleaving_wants_a_multiple_of_pp() -> None:
     with pytest.raises(InvalidSpec, match="multiple of pp=4"):
         SCHEDULES["interleaved_1f1b"](4, 2, 6)
+
+
+def test_enough_cores_change_nothing_and_one_core_does_all_work_in_turn() -> None:
+    forward, backward = [1.0, 1.5, 1.0, 2.0], [2.0, 2.5, 2.0, 3.0]
+    shape = ("1f1b", 4, 1, 6, forward, backward, 0.1)
+    alone = pipeline.makespan(*shape)
+    assert pipeline.shared_makespan(*shape, pipeline.Cores(1, 4, 1.0)) == pytest.approx(alone)
+    work = 6 * (sum(forward) + sum(backward))
+    on_one = pipeline.shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, pipeline.Cores(1, 1, 1.0))
+    assert on_one == pytest.approx(work)
+    on_two = pipeline.shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, pipeline.Cores(1, 2, 1.0))
+    assert max(work / 2, pipeline.makespan("1f1b", 4, 1, 6, forward, backward, 0.0)) <= on_two < work
+
+
+def test_ranks_in_step_share_cores_by_their_number() -> None:
+    """Four data-parallel ranks on two cores: compute takes twice as long, communication as long as before."""
+    seconds = pipeline.shared_makespan("1f1b", 1, 1, 3, [1.0], [2.0], 0.0, pipeline.Cores(4, 2, 0.75))
+    assert seconds == pytest.approx(3 * 3.0 * (0.75 * 2 + 0.25))

@@ -26,6 +26,7 @@ from trainwright.spec.cluster import (
     Curve,
     Device,
     Fabric,
+    Format,
     Node,
     PeakFlops,
     Provenance,
@@ -144,29 +145,29 @@ class _Compute:
         self.launch_s = _median(point.seconds / point.work for point in self._alone("launch", None))
         self.launch_s *= self._contention("launch", None)
         self._note("launch", "launch", None, lambda point: self.launch_s * point.work)
-        precisions = sorted({sample.precision for sample in samples if sample.op == "matmul"})
+        precisions = self._formats("matmul")
         self.peaks = {precision: self._best_rate("matmul", precision) for precision in precisions}
         if "fp32" not in self.peaks:
             reject("samples", "no fp32 matmul", "measure it; it is the peak that attention is a fraction of")
-        self.matmul = {
+        self.matmul: dict[Format, Curve] = {
             precision: self._curve("matmul", precision, self.peaks[precision]) for precision in precisions
         }
-        self.attention = {
-            op: {
-                precision: self._curve(op, precision, self.peaks[precision])
-                for precision in sorted({sample.precision for sample in samples if sample.op == op})
-                if precision in self.peaks
-            }
+        self.attention: dict[str, dict[Format, Curve]] = {
+            op: {fmt: self._curve(op, fmt, self.peaks[fmt]) for fmt in self._formats(op) if fmt in self.peaks}
             for op in ("attention_forward", "attention_backward")
         }
         self.memory_bytes_per_s = self._best_rate("copy", None)
         streamed_bytes_per_s = self.memory_bytes_per_s / self._contention("copy", None)
         self.memory_fraction = streamed_bytes_per_s / self.memory_bytes_per_s
         self._note("memory", "copy", None, lambda point: point.work / streamed_bytes_per_s)
-        self.elementwise = {
-            precision: self._elementwise_fraction(precision)
-            for precision in sorted({sample.precision for sample in samples if sample.op == "elementwise"})
+        self.elementwise: dict[Format, float] = {
+            fmt: self._elementwise_fraction(fmt) for fmt in self._formats("elementwise")
         }
+
+    def _formats(self, op: str) -> list[Format]:
+        """Number formats that an operation was measured in."""
+        formats: set[Format] = {sample.precision for sample in self._samples if sample.op == op}
+        return sorted(formats)
 
     def _elementwise_fraction(self, precision: str) -> float:
         """What elementwise operators reach of the memory bandwidth, with all ranks busy."""

@@ -268,14 +268,14 @@ def lower_bounds(group: Group) -> Floats:
         bound[same] = pipeline.bounds(
             group.pp, group.vpp, count, forward_s[same], backward_s[same], group.send_s[same]
         )
-    return sum(_around(group, bound).values(), bound)
+    return sum(_around(group, bound, _least_sharing(group, bound)).values(), bound)
 
 
 def step_s(group: Group, at: int) -> float:
     """Seconds of a step of the candidate at place `at`, its schedule played."""
     part = _only(group, at)
     makespan = np.array([_makespan(part, sends=True)])
-    return float(sum(_around(part, makespan).values(), makespan)[0])
+    return float(sum(_around(part, makespan, _sharing(part, makespan)).values(), makespan)[0])
 
 
 def step_seconds(group: Group, at: int) -> dict[SecondsCause, float]:
@@ -292,7 +292,8 @@ def step_seconds(group: Group, at: int) -> dict[SecondsCause, float]:
             seconds[cause] = seconds.get(cause, 0.0) + of_rank * microbatches
     seconds["bubble"] = without - sum(seconds.values())
     seconds["pp"] = with_sends - without
-    for cause, value in _around(part, np.array([with_sends])).items():
+    makespan = np.array([with_sends])
+    for cause, value in _around(part, makespan, _sharing(part, makespan)).items():
         seconds[cause] = seconds.get(cause, 0.0) + float(value[0])
     return seconds
 
@@ -328,21 +329,12 @@ def _makespan(part: Group, *, sends: bool) -> float:
     )
 
 
-def _around(group: Group, makespan: Floats) -> dict[SecondsCause, Floats]:
-    """Seconds of a step beside the pipeline's makespan."""
+def _around(group: Group, makespan: Floats, sharing: Floats) -> dict[SecondsCause, Floats]:
+    """Seconds of a step beside the pipeline's makespan, of which `sharing` is what waiting for cores adds."""
     table, cluster = group.table, group.table.cluster
     dp, optimizer = dp_seconds(group)
-    sharing = np.zeros(len(makespan))
-    node = cluster.node
-    if node.concurrent_devices < node.devices:
-        # More ranks than cores. Ranks of a collective run in step, so while they communicate all do, and no core
-        # comes free; only bubbles give the other stages' ranks a core to work on.
-        work = _per_rank(group, ("matmul", "attention", "elementwise", "launch", "recompute", "host"))
-        waiting = _per_rank(group, ("tp", "cp", "ep"))
-        ranks = np.minimum(table.world, node.devices)
-        sharing = np.maximum(work * ranks / node.concurrent_devices + waiting - makespan, 0.0)
-        optimizer = optimizer * np.maximum(ranks / node.concurrent_devices, 1.0)
-    doublings = np.log2(np.maximum(table.world / node.devices, 1.0))
+    optimizer = optimizer * np.maximum(_ranks_per_core(group), 1.0)
+    doublings = np.log2(np.maximum(table.world / cluster.node.devices, 1.0))
     step = makespan + dp + optimizer + sharing
     return {
         "dp": dp,
@@ -351,6 +343,47 @@ def _around(group: Group, makespan: Floats) -> dict[SecondsCause, Floats]:
         "straggling": step * cluster.rates.straggling_per_doubling * doublings,
         "host": np.full(len(makespan), cluster.rates.step_overhead_s),
     }
+
+
+COMPUTE: tuple[SecondsCause, ...] = ("matmul", "attention", "elementwise", "launch", "recompute", "host")
+"""What wants a core. Ranks of a collective run in step, so while they communicate no core comes free."""
+
+
+def _ranks_per_core(group: Group) -> Floats:
+    node = group.table.cluster.node
+    return np.minimum(group.table.world, node.devices) / node.concurrent_devices
+
+
+def _least_sharing(group: Group, makespan: Floats) -> Floats:
+    """A lower bound of what waiting for cores adds to a makespan: all work of the node on all of its cores."""
+    work, waiting = _per_rank(group, COMPUTE), _per_rank(group, ("tp", "cp", "ep"))
+    return np.where(
+        _ranks_per_core(group) > 1, np.maximum(work * _ranks_per_core(group) + waiting - makespan, 0.0), 0.0
+    )
+
+
+def _sharing(part: Group, makespan: Floats) -> Floats:
+    """What waiting for cores adds to the makespan of the one candidate of `part`, its schedule played."""
+    if _ranks_per_core(part)[0] <= 1:
+        return np.zeros(1)
+    work = float(_per_rank(part, COMPUTE)[0])
+    waiting = float(_per_rank(part, ("tp", "cp", "ep"))[0])
+    node = part.table.cluster.node
+    seconds = pipeline.shared_makespan(
+        part.schedule,
+        part.pp,
+        part.vpp,
+        int(part.table.num_microbatches[0]),
+        part.forward_s[0].tolist(),
+        part.backward_s[0].tolist(),
+        float(part.send_s[0]),
+        pipeline.Cores(
+            per_stage=min(float(part.table.world[0]), node.devices) / part.pp,
+            cores=node.concurrent_devices,
+            compute_share=work / (work + waiting),
+        ),
+    )
+    return np.maximum(seconds - makespan, 0.0)
 
 
 def _per_rank(group: Group, causes: tuple[SecondsCause, ...]) -> Floats:

@@ -11,8 +11,8 @@ of arXiv:1910.02054 s3.1, with gradients kept in fp32):
 
 fp32 has no separate compute copy unless the masters are sharded. What is gathered for a while (zero 3: two
 layers; zero 2: one layer's whole gradient) counts as communication. Activations are the saved bytes of every
-layer for every microbatch that the schedule holds, and one layer's working set; full recompute holds each
-layer's input and one layer's saved bytes.
+layer for every microbatch that the schedule holds; full recompute holds each layer's input. On top of them comes
+the larger of the loss's working set and one layer's (with full recompute, its saved bytes too).
 """
 
 from dataclasses import dataclass
@@ -110,10 +110,14 @@ def _activations(table: Table, holding: Holding) -> tuple[Floats, Floats]:
         # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
         working.append(piece.working_bytes + np.where(full, saved - piece.input_bytes, 0.0))
     activations = np.einsum("nk,nrk->nr", np.stack(kept, axis=1), holding.held_layers)
-    activations += np.max(working, axis=0)[:, None]
+    layer_working = np.broadcast_to(np.max(working, axis=0)[:, None], activations.shape).copy()
+    logits = np.zeros_like(activations)
+    logits[:, -1] = holding.held_inputs[:, 1] * holding.head.working_bytes
+    # The loss's backward is over before the first layer's begins: the larger of the two is the peak.
+    at_the_loss = logits >= layer_working
+    activations += np.where(at_the_loss, 0.0, layer_working)
+    logits = np.where(at_the_loss, logits, 0.0)
     activations[:, 0] += holding.held_inputs[:, 0] * holding.embedding.saved_bytes
     # The head's backward follows its forward at once: its saved input is held for one microbatch.
     activations[:, -1] += holding.held_inputs[:, 1] * holding.head.saved_bytes
-    logits = np.zeros_like(activations)
-    logits[:, -1] = holding.held_inputs[:, 1] * holding.head.working_bytes
     return activations, logits

@@ -6,6 +6,7 @@ can happen, so the rounds that are left are added without playing them. `bounds`
 lower bound for many candidates at once.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,6 +50,63 @@ def makespan(
         played *= 2
     order = _order(schedule, pp, vpp, num_microbatches)
     return _play(order, pp, forward_s, backward_s, send_s, blocking_sends)[1]
+
+
+class Cores(NamedTuple):
+    """A node that has fewer cores than ranks."""
+
+    per_stage: float
+    """Ranks of the node that work when a pipeline rank's do: its tensor and data-parallel peers, and itself."""
+    cores: int
+    compute_share: float
+    """Part of an act's seconds that wants a core; the rest is communication."""
+
+
+def shared_makespan(
+    schedule: str,
+    pp: int,
+    vpp: int,
+    num_microbatches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    send_s: float,
+    shared: Cores,
+) -> float:
+    """`makespan` where ranks share cores: while more of them work than there are cores, all of them slow down.
+
+    Plays from event to event; between two events every act at work goes on at the rate that its cores allow.
+    """
+    order = _order(schedule, pp, vpp, num_microbatches)
+    rows: list[list[int]] = [[] for _ in range(pp)]
+    for place, step in enumerate(order):
+        rows[step.rank].append(place)
+    at = [0] * pp
+    left: dict[int, float] = {}
+    """Seconds of alone-work that are left of each rank's act."""
+    ends: dict[int, float] = {}
+    now = 0.0
+    while len(ends) < len(order):
+        wakes = []
+        for rank in range(pp):
+            if rank in left or at[rank] == len(rows[rank]):
+                continue
+            step = order[rows[rank][at[rank]]]
+            arrival = 0.0 if step.waits_for < 0 else ends.get(step.waits_for, math.inf) + send_s
+            if arrival <= now:
+                left[rank] = (forward_s if step.is_forward else backward_s)[step.stage]
+            elif arrival < math.inf:
+                wakes.append(arrival)
+        slower = max(1.0, len(left) * shared.per_stage / shared.cores)
+        stretch = shared.compute_share * slower + 1 - shared.compute_share
+        soonest = min([now + each * stretch for each in left.values()] + wakes)
+        passed, now = (soonest - now) / stretch, soonest
+        for rank in list(left):
+            left[rank] -= passed
+            if left[rank] <= 1e-12:
+                del left[rank]
+                ends[rows[rank][at[rank]]] = now
+                at[rank] += 1
+    return now
 
 
 def bounds(

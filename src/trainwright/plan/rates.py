@@ -64,8 +64,9 @@ def attention_s(table: Table, each: AttentionCore) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def _of_format(rates: dict[str, Curve], fmt: Format) -> Curve:
-    return next(rates[name] for name in (fmt, "bf16", "fp32") if name in rates)
+def _of_format(rates: dict[Format, Curve], fmt: Format) -> Curve:
+    formats: tuple[Format, ...] = (fmt, "bf16", "fp32")
+    return next(rates[name] for name in formats if name in rates)
 
 
 def elementwise_s(table: Table, each: Elementwise) -> tuple[Floats, Floats]:

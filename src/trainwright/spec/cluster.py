@@ -142,19 +142,19 @@ class CollectiveRate(Noun):
 class Rates(Noun):
     """What real programs reach of the nominal figures."""
 
-    matmul: dict[str, Curve]
+    matmul: dict[Format, Curve]
     """Fraction of the peak by number format, against the FLOPs of one square matmul."""
     matmul_half_dim: NonNegative = 0.0
     """h in the penalty for short dimensions, (1 + h/m)(1 + h/k)(1 + h/n) over that of the square matmul with the
     same FLOPs, which the curve describes."""
-    attention_forward: dict[str, Curve]
+    attention_forward: dict[Format, Curve]
     """Fraction of the format's matmul peak, causal FLOPs, against the sequence length. A format that is absent
     has the fraction of bf16, or of fp32 where there is no bf16."""
-    attention_backward: dict[str, Curve]
+    attention_backward: dict[Format, Curve]
     """The same for backward, whose FLOPs count as 2.5 times forward's."""
     memory: Annotated[float, Field(gt=0, le=1)]
     """Fraction of the memory bandwidth that long streams reach: optimizer, casts, gradient accumulation."""
-    elementwise: dict[str, Fraction] = {}  # noqa: RUF012  (pydantic copies defaults)
+    elementwise: dict[Format, Fraction] = {}  # noqa: RUF012  (pydantic copies defaults)
     """The same of a layer's elementwise operators, by number format of the activations; absent ones stream."""
     launch_s: NonNegative
     """Fixed cost of one kernel or operator."""
@@ -175,6 +175,14 @@ class Rates(Noun):
     """Host work of a step that no operation accounts for (data, Python, logging)."""
     microbatch_overhead_s: NonNegative = 0.0
     """Host work of one pipeline act that no operation accounts for."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Rates":
+        for name in ("attention_forward", "attention_backward"):
+            known = getattr(self, name)
+            if "bf16" not in known and "fp32" not in known:
+                reject(name, sorted(known), "needs a curve for bf16 or fp32")
+        return self
 
 
 class ClusterSpec(Noun):
