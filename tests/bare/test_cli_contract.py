@@ -182,12 +182,14 @@ def test_compare(asked: Asked, run_file: Path, tmp_path: Path) -> None:
 
     document = asked("compare", tmp_path)
     assert set(document) == {
-        *("run", "run_hash", "quantities", "seconds_by_cause", "bytes_by_cause"),
+        *("run", "run_hash", "quantities", "ranks", "seconds_by_cause", "bytes_by_cause"),
         *("tolerance", "within_tolerance"),
     }
     assert document["within_tolerance"] is True
     assert document["run_hash"] == planned.hash
-    assert {"step_s", "tokens_per_s", "peak_bytes"} <= set(document["quantities"])
+    assert {"step_s", "tokens_per_s", "mfu"} <= set(document["quantities"])
+    states = {"parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes"}
+    assert all(states == set(rank) for rank in document["ranks"].values())
     assert document["quantities"]["step_s"]["relative_residual"] == pytest.approx(0.2)
     assert set(document["seconds_by_cause"]) == set(SEEN_SECONDS)
     assert set(document["bytes_by_cause"]) == set(SEEN_BYTES)

@@ -7,7 +7,7 @@ import pytest
 from trainwright.measure.compare import compare, within_tolerance
 from trainwright.measure.mfu import hardware_utilization, utilization
 from trainwright.measure.records import parse_rank_records, parse_samples
-from trainwright.spec.answers import ComparedQuantity, Comparison, Prediction
+from trainwright.spec.answers import ComparedQuantity, Comparison, Prediction, StageMemory
 from trainwright.spec.cluster import ClusterSpec, Curve, Device, Fabric, Node, PeakFlops, Provenance, Rates
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.layout import Layout
@@ -67,22 +67,22 @@ RUN = Run(
     model=MODEL,
     cluster=CLUSTER,
 )
+LEDGER = Ledger(
+    seconds={"matmul": 1.0, "attention": 0.5, "launch": 0.25, "tp": 0.125, "bubble": 0.0, "optimizer": 0.125},
+    bytes={
+        "parameters": 100,
+        "gradients": 50,
+        "optimizer": 200,
+        "activations": 30,
+        "logits": 20,
+        "framework": 77,
+    },
+)
 PREDICTION = Prediction(
     layout=RUN.layout,
     recipe=RUN.recipe,
-    ledger=Ledger(
-        seconds={"matmul": 1.0, "attention": 0.5, "launch": 0.25, "tp": 0.125, "bubble": 0.0, "optimizer": 0.125},
-        bytes={
-            "parameters": 100,
-            "gradients": 50,
-            "optimizer": 200,
-            "activations": 30,
-            "logits": 20,
-            "framework": 77,
-        },
-    ),
-    state_bytes={"parameters": 100, "gradients": 50, "optimizer": 200},
-    stages=(),
+    ledger=LEDGER,
+    stages=(StageMemory(pp_rank=0, layers=2, ledger=LEDGER),),
     mfu=0.25,
     hfu=0.25,
     convention="full",
@@ -137,7 +137,9 @@ def test_speed(comparison: Comparison) -> None:
 
 
 def test_memory_is_of_the_fullest_rank_without_the_framework(comparison: Comparison) -> None:
-    quantities, parts = by_name(comparison.quantities), by_name(comparison.bytes)
+    fullest, parts = comparison.ranks[0], by_name(comparison.bytes)
+    quantities = by_name(fullest.quantities)
+    assert fullest.rank == 0
     assert quantities["peak_bytes"] == (400, 450, 50)
     assert quantities["optimizer_bytes"] == (200, 210, 10)
     assert parts["working set"] == (50, 90, 40)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trainwright.plan import pipeline
+from trainwright.plan.cores import Cores, shared_makespan
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.schedule import SCHEDULES, Act, Rows
 
@@ -140,15 +141,23 @@ def test_enough_cores_change_nothing_and_one_core_does_all_work_in_turn() -> Non
     forward, backward = [1.0, 1.5, 1.0, 2.0], [2.0, 2.5, 2.0, 3.0]
     shape = ("1f1b", 4, 1, 6, forward, backward, 0.1)
     alone = pipeline.makespan(*shape)
-    assert pipeline.shared_makespan(*shape, pipeline.Cores(1, 4, 1.0)) == pytest.approx(alone)
+    assert shared_makespan(*shape, Cores(1, 4, 1.0)) == pytest.approx(alone)
     work = 6 * (sum(forward) + sum(backward))
-    on_one = pipeline.shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, pipeline.Cores(1, 1, 1.0))
+    on_one = shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, Cores(1, 1, 1.0))
     assert on_one == pytest.approx(work)
-    on_two = pipeline.shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, pipeline.Cores(1, 2, 1.0))
+    on_two = shared_makespan("1f1b", 4, 1, 6, forward, backward, 0.0, Cores(1, 2, 1.0))
     assert max(work / 2, pipeline.makespan("1f1b", 4, 1, 6, forward, backward, 0.0)) <= on_two < work
 
 
 def test_ranks_in_step_share_cores_by_their_number() -> None:
     """Four data-parallel ranks on two cores: compute takes twice as long, communication as long as before."""
-    seconds = pipeline.shared_makespan("1f1b", 1, 1, 3, [1.0], [2.0], 0.0, pipeline.Cores(4, 2, 0.75))
+    seconds = shared_makespan("1f1b", 1, 1, 3, [1.0], [2.0], 0.0, Cores(4, 2, 0.75))
     assert seconds == pytest.approx(3 * 3.0 * (0.75 * 2 + 0.25))
+
+
+def test_a_billion_microbatches_take_no_longer_to_predict() -> None:
+    for schedule in ("1f1b", "gpipe"):
+        seconds = pipeline.makespan(schedule, 4, 1, 10**9, [1.0] * 4, [2.0] * 4, 0.0)
+        assert seconds == pytest.approx(3.0 * (10**9 + 3))
+    shared = shared_makespan("1f1b", 4, 1, 10**9, [1.0] * 4, [2.0] * 4, 0.0, Cores(1, 2, 1.0))
+    assert shared == pytest.approx(3.0 * 10**9 * 2, rel=1e-6)

@@ -12,9 +12,12 @@ from trainwright.plan.table import Table
 from trainwright.spec.cluster import CollectiveRate
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.layout import Layout
+from trainwright.spec.ledger import BytesCause
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import Overlap, Recipe
 from trainwright.spec.run import Budget, Run
+
+STATES: tuple[BytesCause, ...] = ("parameters", "gradients", "optimizer")
 
 LAYOUTS = [
     Layout(),
@@ -29,7 +32,10 @@ LAYOUTS = [
 ]
 
 
-def run(layout: Layout = Layout(), *, model: ModelSpec | None = None, **recipe: object) -> Run:
+ONE = Layout()
+
+
+def run(layout: Layout = ONE, *, model: ModelSpec | None = None, **recipe: object) -> Run:
     choices = {"seq_len": 256, "global_batch": 16, "micro_batch": 1, "zero": 0, "precision": "bf16"} | recipe
     return Run(
         layout=layout,
@@ -105,15 +111,13 @@ def test_sequence_parallelism_divides_all_saved_bytes_by_tp() -> None:
 )
 def test_states_of_mixed_precision_by_zero_stage(zero: int, per_param: tuple[float, float, float]) -> None:
     predicted = predict(run(Layout(dp=4), zero=zero))
-    states = [
-        predicted.state_bytes[cause] / dense_model().params for cause in ("parameters", "gradients", "optimizer")
-    ]
+    states = [predicted.ledger.bytes[cause] / dense_model().params for cause in STATES]
     np.testing.assert_allclose(states, per_param, rtol=1e-12)
 
 
 def test_fp32_needs_sixteen_bytes_a_parameter() -> None:
     predicted = predict(run(precision="fp32"))
-    assert sum(predicted.state_bytes.values()) == 16 * dense_model().params
+    assert sum(predicted.ledger.bytes[cause] for cause in STATES) == 16 * dense_model().params
 
 
 def test_recompute_trades_memory_for_time() -> None:
@@ -196,7 +200,7 @@ def test_a_tied_head_on_another_stage_holds_its_own_copy() -> None:
     model = dense_model(tied=True, vocab_size=4096)
     one, two = predict(run(model=model)), predict(run(Layout(pp=2), model=model))
     table = 4096 * 64
-    assert one.state_bytes["optimizer"] == 8 * model.params
+    assert one.ledger.bytes["optimizer"] == 8 * model.params
     assert sum(stage.ledger.bytes["optimizer"] for stage in two.stages) == 8 * (model.params + table)
 
 

@@ -14,7 +14,7 @@ from trainwright.present.models import model_view, models_view
 from trainwright.present.parts import bar, sparkline
 from trainwright.present.plans import answer_view, prediction_view
 from trainwright.present.training import training_view
-from trainwright.spec.answers import Answer, ComparedQuantity, Comparison
+from trainwright.spec.answers import Answer, ComparedQuantity, Comparison, RankBytes
 from trainwright.spec.model import CONVENTION_TEXT
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
@@ -140,7 +140,8 @@ def test_comparison() -> None:
     comparison = Comparison(
         run_name="small",
         run_hash="abc",
-        quantities=(step, ComparedQuantity(name="peak_bytes", predicted=2**30, seen=2**29)),
+        quantities=(step,),
+        ranks=(RankBytes(rank=0, quantities=(ComparedQuantity(name="peak_bytes", predicted=2**30, seen=2**29),)),),
         seconds=(
             ComparedQuantity(name="compute", predicted=1.75, seen=1.5),
             ComparedQuantity(name="ep", predicted=0.0, seen=0.0),
@@ -150,7 +151,7 @@ def test_comparison() -> None:
     )
     text = squeezed(shown(comparison_view(comparison)))
     assert "step 2.00 s 2.50 s +500 ms +25.0%" in text
-    assert "peak memory 1.00 GiB 512 MiB -512 MiB -50.0%" in text
+    assert "0 1.00 GiB, 512 MiB -50.0%" in text
     assert "host 0 us 375 ms +375 ms not predicted" in text
     assert " ep " not in text
     assert "within the tolerance of 50%" in squeezed(shown(verdict_view(comparison, 0.5, True)))

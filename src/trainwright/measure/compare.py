@@ -2,25 +2,29 @@
 
 A run too short for an instrumented step has no seconds by cause; the rest is compared all the same.
 Times are the mean over ranks: each rank's causes sum to its own step, and the ranks wait for one another at
-the end of it. Bytes are those of the rank with the largest peak, as the prediction's are of the fullest one.
-What a program can't tell apart is summed up on the predicted side (`ledger.SEEN_SECONDS`, `SEEN_BYTES`);
-memory that holds no tensors (`framework`) is not seen and not compared.
+the end of it. Bytes are of each rank, against the prediction for its pipeline stage; by cause, of the rank with
+the largest peak. What a program can't tell apart is summed up on the predicted side (`ledger.SEEN_SECONDS`,
+`SEEN_BYTES`); memory that holds no tensors (`framework`) is not seen and not compared.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from trainwright.measure.mfu import utilization
-from trainwright.spec.answers import ComparedQuantity, Comparison, Prediction
+from trainwright.spec.answers import ComparedQuantity, Comparison, Prediction, RankBytes
 from trainwright.spec.errors import reject
-from trainwright.spec.ledger import SEEN_BYTES, SEEN_SECONDS
+from trainwright.spec.ledger import SEEN_BYTES, SEEN_SECONDS, BytesCause
 from trainwright.spec.record import RankRecord
 from trainwright.spec.run import Run
 
 C = TypeVar("C")
 
 WORKING_SET = "working set"
-STATES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer"}
+STATES: dict[str, BytesCause] = {
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+}
 
 
 def compare(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> Comparison:
@@ -30,7 +34,8 @@ def compare(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> 
     return Comparison(
         run_name=run.name,
         run_hash=run.hash,
-        quantities=(*_speed(run, prediction, records), *_memory(prediction, fullest)),
+        quantities=_speed(run, prediction, records),
+        ranks=tuple(_memory(prediction, record) for record in sorted(records, key=lambda record: record.rank)),
         seconds=tuple(
             ComparedQuantity(
                 name=cause,
@@ -42,7 +47,7 @@ def compare(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> 
         ),
         bytes=tuple(
             ComparedQuantity(
-                name=cause, predicted=_sum(prediction.ledger.bytes, parts), seen=_seen(fullest, cause)
+                name=cause, predicted=_sum(_stage_bytes(prediction, fullest), parts), seen=_seen(fullest, cause)
             )
             for cause, parts in SEEN_BYTES.items()
         ),
@@ -67,7 +72,7 @@ def _check_belong(run: Run, records: Sequence[RankRecord]) -> None:
         reject("ledger", f"{len(records)} ranks", f"the run has {run.layout.world}; train again to the end")
 
 
-def _speed(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> list[ComparedQuantity]:
+def _speed(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> tuple[ComparedQuantity, ...]:
     tokens_per_s = _mean([record.tokens_per_s for record in records])
     seen_mfu = utilization(
         run.model,
@@ -77,7 +82,7 @@ def _speed(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> l
         peak_format=prediction.peak_format,
         peak_flops_per_s=prediction.peak_flops_per_s,
     )
-    return [
+    return (
         ComparedQuantity(
             name="step_s", predicted=prediction.step_s, seen=_mean([record.step_s for record in records])
         ),
@@ -87,18 +92,27 @@ def _speed(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> l
             seen=tokens_per_s,
         ),
         ComparedQuantity(name="mfu", predicted=prediction.mfu, seen=seen_mfu.fraction),
-    ]
+    )
 
 
-def _memory(prediction: Prediction, fullest: RankRecord) -> list[ComparedQuantity]:
+def _memory(prediction: Prediction, record: RankRecord) -> RankBytes:
+    predicted = _stage_bytes(prediction, record)
     states = [
-        ComparedQuantity(
-            name=name, predicted=prediction.state_bytes.get(cause, 0.0), seen=fullest.bytes.get(cause, 0.0)
-        )
+        ComparedQuantity(name=name, predicted=predicted.get(cause, 0.0), seen=record.bytes.get(cause, 0.0))
         for name, cause in STATES.items()
     ]
-    predicted = sum(_sum(prediction.ledger.bytes, parts) for parts in SEEN_BYTES.values())
-    return [*states, ComparedQuantity(name="peak_bytes", predicted=predicted, seen=fullest.peak_bytes)]
+    peak = sum(_sum(predicted, parts) for parts in SEEN_BYTES.values())
+    return RankBytes(
+        rank=record.rank,
+        quantities=(*states, ComparedQuantity(name="peak_bytes", predicted=peak, seen=record.peak_bytes)),
+    )
+
+
+def _stage_bytes(prediction: Prediction, record: RankRecord) -> Mapping[BytesCause, float]:
+    """Bytes by cause that were predicted for the rank's pipeline stage."""
+    if record.pp_rank >= len(prediction.stages):
+        reject("ledger.pp_rank", record.pp_rank, f"the run has {len(prediction.stages)} pipeline ranks")
+    return prediction.stages[record.pp_rank].ledger.bytes
 
 
 def _seen(record: RankRecord, cause: str) -> float:

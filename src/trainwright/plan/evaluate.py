@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.plan import pipeline, rates
+from trainwright.plan.cores import Cores, shared_makespan
 from trainwright.plan.memory import Holding, RankMemory, rank_memory, rank_params
 from trainwright.plan.operations import (
     AttentionCore,
@@ -369,7 +370,7 @@ def _sharing(part: Group, makespan: Floats) -> Floats:
     work = float(_per_rank(part, COMPUTE)[0])
     waiting = float(_per_rank(part, ("tp", "cp", "ep"))[0])
     node = part.table.cluster.node
-    seconds = pipeline.shared_makespan(
+    seconds = shared_makespan(
         part.schedule,
         part.pp,
         part.vpp,
@@ -377,7 +378,7 @@ def _sharing(part: Group, makespan: Floats) -> Floats:
         part.forward_s[0].tolist(),
         part.backward_s[0].tolist(),
         float(part.send_s[0]),
-        pipeline.Cores(
+        Cores(
             per_stage=min(float(part.table.world[0]), node.devices) / part.pp,
             cores=node.concurrent_devices,
             compute_share=work / (work + waiting),

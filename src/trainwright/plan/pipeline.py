@@ -6,8 +6,7 @@ can happen, so the rounds that are left are added without playing them. `bounds`
 lower bound for many candidates at once.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +17,17 @@ from trainwright.spec.schedule import SCHEDULES, Act, Rows
 
 FIRST_ROUNDS = 4
 """Rounds of pp microbatches that are played before looking for repetition; doubled until it is found."""
+
+
+class Step(NamedTuple):
+    """An act in playing order."""
+
+    rank: int
+    stage: int
+    is_forward: bool
+    waits_for: int
+    """Place in the order of the act on another stage whose output it needs; -1 for none."""
+    sends: bool
 
 
 def makespan(
@@ -39,74 +49,35 @@ def makespan(
     if pp == 1:
         return num_microbatches * (sum(forward_s) + sum(backward_s))
     rounds, rest = divmod(num_microbatches, pp)
+    if schedule == "gpipe" and rounds > FIRST_ROUNDS + 1:
+        # All forwards, then all backwards: once the pipe is full, each further round adds the same.
+        return extrapolated(
+            lambda count: _play(
+                order_of(schedule, pp, vpp, count), pp, forward_s, backward_s, send_s, blocking_sends
+            )[1],
+            pp,
+            num_microbatches,
+        )
     played = FIRST_ROUNDS
     while schedule != "gpipe" and played < rounds:
         # Rounds are left out in the middle, so that a rest of num_microbatches % pp stays at the end.
-        order = _order(schedule, pp, vpp, played * pp + rest)
+        order = order_of(schedule, pp, vpp, played * pp + rest)
         ends, last = _play(order, pp, forward_s, backward_s, send_s, blocking_sends)
         period_s = _period_s(order, ends, pp, vpp)
         if period_s is not None:
             return last + (rounds - played) * period_s
         played *= 2
-    order = _order(schedule, pp, vpp, num_microbatches)
+    order = order_of(schedule, pp, vpp, num_microbatches)
     return _play(order, pp, forward_s, backward_s, send_s, blocking_sends)[1]
 
 
-class Cores(NamedTuple):
-    """A node that has fewer cores than ranks."""
-
-    per_stage: float
-    """Ranks of the node that work when a pipeline rank's do: its tensor and data-parallel peers, and itself."""
-    cores: int
-    compute_share: float
-    """Part of an act's seconds that wants a core; the rest is communication."""
-
-
-def shared_makespan(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    send_s: float,
-    shared: Cores,
-) -> float:
-    """`makespan` where ranks share cores: while more of them work than there are cores, all of them slow down.
-
-    Plays from event to event; between two events every act at work goes on at the rate that its cores allow.
-    """
-    order = _order(schedule, pp, vpp, num_microbatches)
-    rows: list[list[int]] = [[] for _ in range(pp)]
-    for place, step in enumerate(order):
-        rows[step.rank].append(place)
-    at = [0] * pp
-    left: dict[int, float] = {}
-    """Seconds of alone-work that are left of each rank's act."""
-    ends: dict[int, float] = {}
-    now = 0.0
-    while len(ends) < len(order):
-        wakes = []
-        for rank in range(pp):
-            if rank in left or at[rank] == len(rows[rank]):
-                continue
-            step = order[rows[rank][at[rank]]]
-            arrival = 0.0 if step.waits_for < 0 else ends.get(step.waits_for, math.inf) + send_s
-            if arrival <= now:
-                left[rank] = (forward_s if step.is_forward else backward_s)[step.stage]
-            elif arrival < math.inf:
-                wakes.append(arrival)
-        slower = max(1.0, len(left) * shared.per_stage / shared.cores)
-        stretch = shared.compute_share * slower + 1 - shared.compute_share
-        soonest = min([now + each * stretch for each in left.values()] + wakes)
-        passed, now = (soonest - now) / stretch, soonest
-        for rank in list(left):
-            left[rank] -= passed
-            if left[rank] <= 1e-12:
-                del left[rank]
-                ends[rows[rank][at[rank]]] = now
-                at[rank] += 1
-    return now
+def extrapolated(play: Callable[[int], float], pp: int, num_microbatches: int) -> float:
+    """`play` of a number of microbatches: of all, or of a few rounds with the rest at the last round's rate."""
+    rounds, rest = divmod(num_microbatches, pp)
+    if rounds <= FIRST_ROUNDS + 1:
+        return play(num_microbatches)
+    shorter, longer = (play(count * pp + rest) for count in (FIRST_ROUNDS, FIRST_ROUNDS + 1))
+    return longer + (rounds - FIRST_ROUNDS - 1) * (longer - shorter)
 
 
 def bounds(
@@ -152,19 +123,8 @@ def _rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> Rows:
     return SCHEDULES[schedule](pp, vpp, num_microbatches)
 
 
-class Step(NamedTuple):
-    """An act in playing order."""
-
-    rank: int
-    stage: int
-    is_forward: bool
-    waits_for: int
-    """Place in the order of the act on another stage whose output it needs; -1 for none."""
-    sends: bool
-
-
 @lru_cache(maxsize=256)
-def _order(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[Step, ...]:
+def order_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[Step, ...]:
     """All ranks' acts in an order in which each comes after what it waits for."""
     rows = _rows(schedule, pp, vpp, num_microbatches)
     last = pp * vpp - 1

@@ -50,10 +50,6 @@ def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Predicti
         layout=layout,
         recipe=recipe,
         ledger=Ledger(seconds=seconds, bytes=fullest.ledger.bytes),
-        state_bytes={
-            cause: max(stage.ledger.bytes[cause] for stage in stages)
-            for cause in ("parameters", "gradients", "optimizer")
-        },
         stages=stages,
         mfu=flops / step_s / peak,
         hfu=(flops + again) / step_s / peak,

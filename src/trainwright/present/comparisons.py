@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Group, RenderableType
 
 from trainwright.present.parts import headline, section, table
-from trainwright.spec.answers import ComparedQuantity, Comparison
+from trainwright.spec.answers import ComparedQuantity, Comparison, RankBytes
 from trainwright.spec.units import bytes_text, count_text, seconds_text
 
 QUANTITY_TEXT: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -21,14 +21,15 @@ QUANTITY_TEXT: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def comparison_view(comparison: Comparison) -> RenderableType:
-    """All of a comparison as three tables."""
+    """All of a comparison as tables."""
     return Group(
         headline(f"{comparison.run_name} ({comparison.run_hash}): predicted against seen"),
-        section("The run; memory of the rank with the largest peak", _table(comparison.quantities, None)),
+        section("The run", _table(comparison.quantities, None)),
         section("Time of a step by cause", _table(comparison.seconds, seconds_text))
         if comparison.seconds
         else section("Time by cause was not seen: the run was too short for an instrumented step"),
-        section("Memory at the peak by cause", _table(comparison.bytes, bytes_text)),
+        section("Memory of each rank: predicted, seen", _ranks_table(comparison.ranks)),
+        section("Memory by cause at the peak of the rank with the largest", _table(comparison.bytes, bytes_text)),
     )
 
 
@@ -50,6 +51,17 @@ def _table(quantities: Sequence[ComparedQuantity], text: Callable[[float], str] 
             residual = ("+" if each.residual >= 0 else "") + as_text(each.residual)
             rows.append([name, as_text(each.predicted), as_text(each.seen), residual, _relative_text(each)])
     return table(columns, rows)
+
+
+def _ranks_table(ranks: Sequence[RankBytes]) -> RenderableType:
+    """One row a rank, or one for ranks that are alike."""
+    names = [QUANTITY_TEXT[each.name][0] for each in ranks[0].quantities]
+    columns = [("ranks", "<"), *((name, ">") for name in names), ("", ">")]
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for each in ranks:
+        cells = tuple(f"{bytes_text(one.predicted)}, {bytes_text(one.seen)}" for one in each.quantities)
+        alike.setdefault((*cells, _relative_text(each.quantities[-1])), []).append(each.rank)
+    return table(columns, [[", ".join(map(str, at)), *cells] for cells, at in alike.items()])
 
 
 def _relative_text(quantity: ComparedQuantity) -> str:

@@ -27,8 +27,6 @@ class Prediction(Noun):
     recipe: Recipe
     ledger: Ledger
     """Seconds of the step by cause, and bytes by cause of the fullest rank at its peak."""
-    state_bytes: dict[str, float]
-    """Parameters, gradients and optimizer of the fullest rank, whenever they are largest."""
     stages: Sequence[StageMemory]
     mfu: float
     hfu: float
@@ -136,13 +134,22 @@ class ComparedQuantity(Noun):
         return self.residual / self.predicted if self.predicted else None
 
 
+class RankBytes(Noun):
+    """Memory of one rank: its states, and the most that was live at one time."""
+
+    rank: Natural
+    quantities: Sequence[ComparedQuantity]
+    """parameter_bytes, gradient_bytes, optimizer_bytes, peak_bytes."""
+
+
 class Comparison(Noun):
     """A finished run against its prediction."""
 
     run_name: str
     run_hash: str
     quantities: Sequence[ComparedQuantity]
-    """step_s, tokens_per_s, then bytes of states and peak of the rank with the largest peak."""
+    """step_s, tokens_per_s, mfu."""
+    ranks: Sequence[RankBytes]
     seconds: Sequence[ComparedQuantity]
     """A step's seconds by the causes that the program can tell apart (`ledger.SEEN_SECONDS`)."""
     bytes: Sequence[ComparedQuantity]
@@ -166,6 +173,7 @@ class Comparison(Noun):
             "run": self.run_name,
             "run_hash": self.run_hash,
             "quantities": rows(self.quantities),
+            "ranks": {str(each.rank): rows(each.quantities) for each in self.ranks},
             "seconds_by_cause": rows(self.seconds),
             "bytes_by_cause": rows(self.bytes),
         }

@@ -8,9 +8,9 @@ pipeline stage the same tp * cp * dp ranks are re-read as a grid etp x ep x edp,
 carved out of dp and cp (and of tp, where etp < tp), as Megatron-Core and DeepSeek-V3 do.
 """
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from trainwright.spec.base import Count, Noun
 from trainwright.spec.errors import reject
@@ -34,7 +34,7 @@ class Layout(Noun):
 
     tp: Count = 1
     cp: Count = 1
-    pp: Count = 1
+    pp: Annotated[int, Field(ge=1, le=512)] = 1
     vpp: Count = 1
     ep: Count = 1
     etp: Count = 1
