@@ -1,4 +1,4 @@
-"""Measures every mark that was asked for and writes `benchmarks/marks.md`: mark, measured, command, hardware, date.
+"""Measures every mark that was asked for and writes `benchmarks/marks.md`: mark, figure, command, hardware, date.
 
 One function per mark; each gives the figure, whether it was reached, and the command that anyone can repeat.
 Whole processes are timed from outside, medians of several. Run it as `make marks` on an otherwise idle machine.
@@ -32,12 +32,11 @@ class Measured(NamedTuple):
 
 
 def shell(command: str, **environment: str) -> tuple[float, str]:
-    """Seconds of a whole process, and what it printed. `trainwright` and `python` are those of this environment."""
+    """Seconds of a whole process, and what it printed; `trainwright` and `python` are this environment's."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     started = time.perf_counter()
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PATH": path, **environment}
-    )
+    variables = {**os.environ, "PATH": path, **environment}
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, env=variables)
     seconds = time.perf_counter() - started
     if done.returncode:
         raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -61,7 +60,7 @@ def plan_process() -> Measured:
 def plan_without_torch() -> Measured:
     _, modules = shell(f"python -X importtime -m {PLAN} 2>&1 >/dev/null | grep -c ' torch$' || true")
     count = int(modules.strip() or 0)
-    return Measured(f"{count} imports of torch", count == 0, f"python -X importtime -m {PLAN}")
+    return Measured(f"{count} imports", count == 0, f"python -X importtime -m {PLAN} | count lines of torch")
 
 
 def demo() -> Measured:

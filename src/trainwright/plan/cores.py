@@ -36,7 +36,7 @@ def shared_makespan(
     send_s: float,
     shared: Cores,
 ) -> float:
-    """`pipeline.makespan` where ranks share cores. Rounds beyond the first few are added at the last one's rate."""
+    """`pipeline.makespan` where ranks share cores. Rounds beyond the first few go at the last one's rate."""
     if not math.isfinite(sum(forward_s) + sum(backward_s) + send_s):
         return math.inf
     if pp == 1:

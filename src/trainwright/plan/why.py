@@ -26,7 +26,7 @@ class Alternative(NamedTuple):
 
 
 FIELDS = ("tp", "cp", "pp", "dp", "vpp", "zero", "recompute", "micro_batch")
-TARGET_DAYS = 60.0
+TARGET_DAYS = 90.0
 """A run longer than this is called long, and the devices that would bring it down to it are named."""
 
 
