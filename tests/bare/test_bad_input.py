@@ -127,7 +127,7 @@ def test_the_run_itself_is_good(run_file: Path, capsys: pytest.CaptureFixture[st
         ("d_ff = 192", "dff = 192", r"model\.layer_groups\.0\.pattern\.0\.mlp\.dff: unknown field; .*d_ff"),
         ("[budget]", "[bugdet]", r"bugdet: unknown field; did you mean budget"),
         ("tp = 2", 'tp = "2"', r"layout\.tp='2': .*valid integer"),
-        ("tp = 2", "tp = 2.0", r"layout\.tp=2\.0: .*valid integer"),
+        ("tp = 2", "tp = 2.5", r"layout\.tp=2\.5: .*valid integer"),
         ("tp = 2", "tp = true", r"layout\.tp=True: .*valid integer"),
         ("tp = 2", "tp = 0", r"layout\.tp=0: .*greater than or equal to 1"),
         ("tp = 2", "tp = -2", r"layout\.tp=-2: .*greater than or equal to 1"),
@@ -378,3 +378,27 @@ def test_mutated_runs_are_accepted_or_answered(
     else:
         assert captured.err == ""
         assert json.loads(captured.out)["fits"] is (status == 0)
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ["cluster.rates.launch_s=1e300"],
+        ["cluster.fabric.link_bytes_per_s=1e-290", "layout.tp=2"],
+        ["layout.dp=9007199254740992", "layout.ep=3"],
+        ["recipe.global_batch=9007199254740992", "recipe.micro_batch=1"],
+    ],
+)
+def test_absurd_numbers_are_answered_soon_and_in_one_line(
+    assignments: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [word for each in assignments for word in ("--set", each)]
+    status = run(["predict", str(run_file), *sets])
+    error = capsys.readouterr().err
+    assert status in (0, 1, 2)
+    assert len(error.splitlines()) == (status == 2)
+
+
+def test_a_whole_number_may_be_written_as_a_float(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", str(run_file), "--set", "cluster.device.memory_bytes=141e9", "--json"]) == 0
+    assert '"capacity_bytes": 141000000000' in capsys.readouterr().out

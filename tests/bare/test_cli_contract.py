@@ -182,7 +182,7 @@ def test_compare(asked: Asked, run_file: Path, tmp_path: Path) -> None:
 
     document = asked("compare", tmp_path)
     assert set(document) == {
-        *("run", "run_hash", "quantities", "ranks", "seconds_by_cause", "bytes_by_cause"),
+        *("run", "run_hash", "steps_timed", "quantities", "ranks", "seconds_by_cause", "bytes_by_cause"),
         *("tolerance", "within_tolerance"),
     }
     assert document["within_tolerance"] is True

@@ -5,7 +5,7 @@ import pytest
 
 from tests.bare.plans import cluster, dense_model
 from trainwright.plan.evaluate import groups
-from trainwright.plan.operations import AttentionCore, Matmul, embedding_piece, head_piece, layer_piece
+from trainwright.plan.operations import AttentionCore, Collective, Matmul, embedding_piece, head_piece, layer_piece
 from trainwright.plan.predict import predict
 from trainwright.plan.rates import collective_s
 from trainwright.plan.table import Table
@@ -215,3 +215,70 @@ def test_what_does_not_fit_says_by_how_much_and_why() -> None:
 def test_a_precision_without_a_rate_is_refused() -> None:
     with pytest.raises(InvalidSpec, match=r"recipe\.precision='fp64'"):
         predict(run(precision="fp64"))
+
+
+def with_slower_nics(base: Run) -> Run:
+    return base.changed(cluster=base.cluster.with_value("fabric.nic_bytes_per_s", 1e8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "crosses"),
+    [
+        (Layout(tp=2, cp=2, pp=2, dp=2), True),  # one stage's cp peers share a node, its dp peers don't
+        (Layout(tp=2, cp=2, dp=2), False),
+        (Layout(tp=2, pp=4, dp=2), True),
+        (Layout(cp=2, dp=4), False),
+    ],
+)
+def test_dp_over_nodes_needs_the_network(layout: Layout, crosses: bool) -> None:
+    """Ranks are ordered tp, cp, pp, dp: the next dp peer is tp*cp*pp away, whatever cp is."""
+    base = run(layout, zero=1)
+    slower = predict(with_slower_nics(base)).ledger.seconds["dp"] > predict(base).ledger.seconds["dp"]
+    assert slower == crosses
+
+
+def test_hsdp_replicas_on_other_nodes_need_the_network_once_a_step() -> None:
+    def network_s(micro_batch: int) -> float:
+        choices = {"zero": 2, "dp_replicate": 2, "micro_batch": micro_batch, "overlap": Overlap(dp=False)}
+        base = run(Layout(cp=2, pp=4, dp=2), **choices)
+        return predict(with_slower_nics(base)).ledger.seconds["dp"] - predict(base).ledger.seconds["dp"]
+
+    assert network_s(1) > 0
+    assert network_s(1) == pytest.approx(network_s(4))  # fewer microbatches, still one reduction over replicas
+
+
+def test_a_send_has_its_own_nic_and_goes_no_faster_than_a_link() -> None:
+    message, size = np.array([1e9]), np.array([64])
+    for stride in (1, 2, 8):
+        seconds = collective_s(cluster(), "send", message, size, np.array([stride]))[0]
+        assert seconds == pytest.approx(1e-5 + 1e9 / (0.8 * 1e10))
+
+
+def test_context_parallelism_gathers_keys_and_values_again_and_holds_them() -> None:
+    layouts = Layout(cp=2), Layout()
+    cut, whole = (layer_piece(Table.of_run(run(layout)), dense_model().layers[0]) for layout in layouts)
+    kv_bytes = 256 * 2 * 2 * 16 * 2
+    gradients = (3 * 128 + 2 * 64) * 2
+    assert whole.working_bytes[0] == 256 * gradients
+    assert cut.working_bytes[0] == 128 * gradients + 2 * kv_bytes
+    (gather,) = [each for each in cut.operations if isinstance(each, Collective) and each.axis == "cp"]
+    assert gather.message_bytes[0] == kv_bytes
+    assert gather.backward == ("all_gather", "reduce_scatter")
+
+
+def test_the_unit_around_the_layers_is_gathered_too() -> None:
+    """zero 3: embedding and head stay gathered in bf16; their gradients come when activations are gone."""
+    model = dense_model(vocab_size=65536)
+    held = predict(run(Layout(dp=4), model=model, zero=3)).ledger.bytes["communication"]
+    root = 2 * 65536 * 64 + 64
+    assert held >= 2 * root
+
+
+def test_hfu_counts_recomputed_attention_as_mfu_counts_attention() -> None:
+    """Full recompute does every layer's forward again: a third of the layers' model FLOPs, none of the head's."""
+    base = run(recompute="full", seq_len=2048)
+    predicted = predict(base)
+    model = base.model
+    head = 6 * model.vocab_size * model.d_model
+    layers = model.flops_per_token(2048, "full") - head
+    assert predicted.hfu / predicted.mfu == pytest.approx(1 + layers / 3 / (layers + head), rel=1e-12)

@@ -140,6 +140,7 @@ def test_comparison() -> None:
     comparison = Comparison(
         run_name="small",
         run_hash="abc",
+        steps_timed=9,
         quantities=(step,),
         ranks=(RankBytes(rank=0, quantities=(ComparedQuantity(name="peak_bytes", predicted=2**30, seen=2**29),)),),
         seconds=(

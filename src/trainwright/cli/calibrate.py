@@ -36,6 +36,8 @@ def calibrate(
     from trainwright.cli.progress import Progress
     from trainwright.spec import toml
 
+    for path in (out, *([samples] if samples else [])):
+        files.require_place(path)
     with Progress(output.console(errors=True)) as progress:
         calibration = calibrated(ranks, samples, progress.show)
     files.write_text(out, toml.write(calibration.cluster))

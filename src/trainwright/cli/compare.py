@@ -50,4 +50,6 @@ def compared(directory: Path) -> "Comparison":
         raise InvalidSpec(f"{directory}: no such directory; name one that `train --out` wrote")
     run = files.read_run(directory / "run.toml")
     ledger = directory / "ledger.jsonl"
+    if not ledger.exists():
+        raise InvalidSpec(f"{ledger}: no such file; a run writes it at its end: train this one to the end")
     return compare_records(run, predicted(run), parse_rank_records(files.read_text(ledger), str(ledger)))

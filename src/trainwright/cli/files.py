@@ -68,6 +68,14 @@ def _write_and_close(descriptor: int, text: str, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def require_place(path: Path) -> None:
+    """Refuse a file that can't be written, before the work whose result it is to hold."""
+    if path.is_dir():
+        raise InvalidSpec(f"{path}: is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise InvalidSpec(f"{path}: there is no directory {path.parent}; make it, or name a file elsewhere")
+
+
 def make_directory(path: Path) -> None:
     """Make a directory and those above it; `InvalidSpec` where a file stands in the way."""
     try:

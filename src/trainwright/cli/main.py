@@ -15,6 +15,12 @@ from trainwright import __version__
 from trainwright.cli import calibrate, clusters, compare, demo, models, plan, predict, train
 from trainwright.cli.worker import BAD_INPUT
 
+VERBS = ("plan", "predict", "train", "compare", "calibrate", "models", "clusters", "demo")
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Of the click that typer carries: every complaint about options and verbs."""
+INTERRUPTED = 130
+"""The shell's status of a program that Ctrl-C ended."""
+
 app = typer.Typer(
     name="trainwright",
     help="Plan, run and check large-scale LLM training, with one run file through all three.",
@@ -80,10 +86,32 @@ def run(arguments: list[str]) -> int:
 
 def _status_of(arguments: list[str]) -> int:
     try:
-        app(arguments, prog_name="trainwright")
+        # Without a verb, help: `trainwright` and `trainwright models` show what there is.
+        wanted = [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"]) else arguments
+        status = app(wanted, prog_name="trainwright", standalone_mode=False)
     except SystemExit as exited:
         return exited.code if isinstance(exited.code, int) else int(exited.code is not None)
-    return 0
+    except UsageError as error:
+        return _refuse(_usage_complaint(error, arguments))
+    except typer.Abort:
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        typer.echo("trainwright: interrupted; what was written so far is kept", err=True)
+    return status if isinstance(status, int) else 0
+
+
+def _usage_complaint(error: Exception, arguments: list[str]) -> str:
+    """A wrong option or verb in one line, with the value that it was given and where to look."""
+    from trainwright.spec.errors import nearest, shown
+
+    message = str(error.format_message()).rstrip(".")  # pyright: ignore[reportAttributeAccessIssue]
+    option = next((each for each in arguments if f"'{each}'" in message), None)
+    if isinstance(error, typer.BadParameter) and option in arguments[:-1]:
+        message = f"{option}={shown(arguments[arguments.index(option) + 1])}: {message}"
+    elif arguments and arguments[0] not in VERBS and not arguments[0].startswith("-"):
+        message = f"{message}; {nearest(arguments[0], VERBS)}"
+    verb = f"{arguments[0]} " if arguments and arguments[0] in VERBS else ""
+    return f"{message}; see trainwright {verb}--help"
 
 
 def file_complaint(error: OSError) -> str:

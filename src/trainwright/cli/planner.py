@@ -42,7 +42,9 @@ def searched(question: Question) -> Searched:
 
 
 def _require_finite(prediction: Prediction) -> None:
-    if not (math.isfinite(prediction.step_s) and math.isfinite(prediction.peak_bytes)):
+    totals = (prediction.gpu_hours, prediction.days, prediction.cost_usd)
+    numbers = [prediction.step_s, prediction.peak_bytes, *(each for each in totals if each is not None)]
+    if not all(map(math.isfinite, numbers)):
         raise InvalidSpec(
             "the prediction has numbers beyond 1e308; look for a field that is far too large or small"
         )

@@ -18,6 +18,9 @@ EXAMPLE = (
     "or, under your own launcher: torchrun --nproc-per-node 4 -m trainwright train run.toml"
 )
 
+ACCELERATORS = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}
+"""The file by which a driver shows that it is there."""
+
 OnProgress = Callable[[str, float], None]
 """Told what is being done, and which fraction of it is done."""
 
@@ -35,7 +38,7 @@ def train(
     as_json: AsJson = False,
     stream: Stream = False,
 ) -> None:
-    """Train a run: one process per rank of its layout, started on this node, as planned to the letter."""
+    """Train a run: one process per rank of its layout, started on this node, as planned."""
     from trainwright.cli import files, output
 
     run = files.read_run(run_file, assignments)
@@ -68,13 +71,13 @@ def steps_of(run: "Run", steps: int | None) -> int:
 def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list[StepRecord]":
     """Train a run on this node and return its steps; the directory gets the run's files."""
     from trainwright.cli import files
-    from trainwright.spec import toml
     from trainwright.spec.record import StepRecord
     from trainwright.train.door import require_trainable
 
     require_trainable(run)
+    require_machine(run)
     files.make_directory(out)
-    files.write_text(out / "run.toml", toml.write(run))
+    keep_run(run, out)
     shards_of(run, on_progress)
     records: list[StepRecord] = []
 
@@ -89,6 +92,50 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     return records
 
 
+def require_machine(run: "Run") -> None:
+    """Refuse a run that this node can't hold: of other devices, of more ranks, or of more memory."""
+    from trainwright.cli.planner import predicted
+    from trainwright.spec.errors import reject
+    from trainwright.spec.units import bytes_text
+
+    kind, ranks, node = run.cluster.device.kind, run.layout.world, run.cluster.node.devices
+    if kind != "cpu" and not Path(ACCELERATORS[kind]).exists():
+        reject("cluster.device.kind", kind, "this machine has no such device; plan for what `calibrate` writes")
+    if ranks > node:
+        reject(
+            "layout", f"{ranks} ranks", f"a node of {run.cluster.name} holds {node}; start torchrun on each node"
+        )
+    if run.recipe.precision == "fp64":
+        return  # for proofs on small models; clusters have no rates for it
+    prediction = predicted(run)
+    if not prediction.fits:
+        missing = bytes_text(prediction.short_by_bytes)
+        reject(
+            "layout",
+            f"{ranks} ranks",
+            f"each is short by {missing} of memory; largest cause: "
+            f"{prediction.largest_bytes_cause}; see trainwright predict",
+        )
+
+
+def keep_run(run: "Run", out: Path) -> None:
+    """Write the run beside what it will leave; refuse a directory that holds another run."""
+    from trainwright.cli import files
+    from trainwright.spec import toml
+    from trainwright.spec.errors import InvalidSpec, reject
+    from trainwright.spec.run import Run
+
+    kept = out / "run.toml"
+    if kept.exists():
+        try:
+            other = files.read_noun(kept, Run).hash
+        except InvalidSpec:
+            other = "unreadable"
+        if other != run.hash:
+            reject("--out", str(out), f"holds another run ({other}); name a new directory, or remove it")
+    files.write_text(kept, toml.write(run))
+
+
 def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> Path:
     """The directory of the run's token shards; those that can be made here are, unless the cache has them."""
     if run.data.source == "shards":
@@ -101,8 +148,9 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
 
 def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     """What each rank does."""
+    from trainwright.cli import files
     from trainwright.train.loop import train as carry_out
-    from trainwright.train.mesh import leave
+    from trainwright.train.mesh import Worker, leave
 
     def on_step(record: "StepRecord") -> None:
         if stream:
@@ -112,5 +160,11 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
                 f"step {record.step} of {steps}, loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s"
             )
 
+    first = Worker.from_environment().rank == 0
+    if first and not stream:
+        files.make_directory(out)
+        keep_run(run, out)
     carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
+    if first and not stream:
+        typer.echo(f"wrote {out}; compare with: trainwright compare {out}")
     leave(0)

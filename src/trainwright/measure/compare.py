@@ -34,6 +34,7 @@ def compare(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> 
     return Comparison(
         run_name=run.name,
         run_hash=run.hash,
+        steps_timed=min(record.steps_timed for record in records),
         quantities=_speed(run, prediction, records),
         ranks=tuple(_memory(prediction, record) for record in sorted(records, key=lambda record: record.rank)),
         seconds=tuple(

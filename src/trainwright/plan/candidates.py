@@ -143,7 +143,10 @@ def _is_power_of_two(number: int) -> bool:
 def _explain_none(question: Question) -> None:
     """Name what leaves no candidate: the choices that are fixed, or the batch, or the sequence."""
     if question.fixed:
-        fixed = ", ".join(f"{name}={value}" for name, value in question.fixed.items())
+        fixed = ", ".join(
+            f"{'layout' if name in LAYOUT_COLUMNS else 'recipe'}.{name}={value}"
+            for name, value in question.fixed.items()
+        )
         reject(
             "--set", fixed, f"no legal layout of {question.devices} devices has it; free a field or change --gpus"
         )

@@ -27,6 +27,7 @@ from trainwright.plan.operations import (
 )
 from trainwright.plan.table import RECOMPUTE, SCHEDULE, Floats, Table
 from trainwright.spec.ledger import SecondsCause
+from trainwright.spec.model import LayerSpec, mean_keys
 from trainwright.spec.stages import layers_of_stages
 from trainwright.spec.units import MIB
 
@@ -118,7 +119,7 @@ def _group(rows: NDArray[np.intp], table: Table, pp: int, vpp: int, schedule: st
         forward=forward,
         backward=backward,
         send_s=send_s,
-        flops_recomputed=_flops_recomputed(table, pieces, stage_layers, pp, vpp),
+        flops_recomputed=_flops_recomputed(table, pieces, list(kinds), stage_layers, pp),
     )
 
 
@@ -199,17 +200,22 @@ def _piece_time(table: Table, piece: Piece, *, recomputable: bool) -> PieceTime:
     return PieceTime(forward, backward)
 
 
-def _flops_recomputed(table: Table, pieces: tuple[Piece, ...], stage_layers: Floats, pp: int, vpp: int) -> Floats:
-    """FLOPs that recompute adds in a step, averaged over the pipeline's ranks, (candidates,)."""
+def _flops_recomputed(
+    table: Table, pieces: tuple[Piece, ...], kinds: list[LayerSpec], stage_layers: Floats, pp: int
+) -> Floats:
+    """FLOPs that recompute adds in a step, averaged over the pipeline's ranks, (candidates,). Attention counts all
+    keys, as the model FLOPs do that they are added to (`predict.CONVENTION`)."""
     total = np.zeros(len(table.columns))
     full = table.columns.recompute == RECOMPUTE.index("full")
     selective = table.columns.recompute == RECOMPUTE.index("selective")
-    for piece, count in zip(pieces, stage_layers.sum(axis=0), strict=True):
+    for piece, layer, count in zip(pieces, kinds, stage_layers.sum(axis=0), strict=True):
+        window, length = layer.attention.sliding_window, table.recipe.seq_len
+        uncut = mean_keys(length, window, causal=False) / mean_keys(length, window, causal=True)
         for each in piece.operations:
             if isinstance(each, Matmul):
                 total += count * full * each.forward_flops
             elif isinstance(each, AttentionCore):
-                total += count * (full | selective) * each.forward_flops
+                total += count * (full | selective) * each.forward_flops * uncut
     return total * table.num_microbatches / pp
 
 
@@ -218,36 +224,43 @@ def dp_seconds(group: Group) -> tuple[Floats, Floats]:
 
     zero 0 all-reduces gradients once; 1 reduce-scatters them and gathers parameters once; 2 reduce-scatters
     at every microbatch; 3 gathers twice (forward, backward) and reduce-scatters at every microbatch. HSDP
-    all-reduces the shards over its replicas. The fullest rank counts: the others wait for it.
+    all-reduces the shards over its replicas once. The fullest rank counts: the others wait for it.
     """
     table, recipe, cluster = group.table, group.table.recipe, group.table.cluster
     columns, zero, microbatches = table.columns, table.columns.zero, table.num_microbatches
     params = group.params.max(axis=1)
     replicas = recipe.dp_replicate
     shards = table.shards
-    cp_stride = rates.stride(table, "cp")
-    # Shards lie over cp and the inner part of dp; between them stand the pp stages.
-    distance = np.where(columns.cp > 1, cp_stride, rates.stride(table, "dp"))
+    # A shard group lies over cp, whose ranks stand tp apart, and over dp, whose ranks stand tp * cp * pp apart.
+    domain = cluster.fabric.link_domain
+    dp_stride, dp_shards = rates.stride(table, "dp"), columns.dp // replicas
+    members = np.clip(domain // rates.stride(table, "cp"), 1, columns.cp) * np.clip(
+        domain // dp_stride, 1, dp_shards
+    )
 
     # Sharded layers, and what stands around them, travel one by one; replicated gradients in buckets.
     units = table.model.num_layers / columns.pp + 1
 
-    def over(
-        op: rates.CollectiveOp, message: Floats, size: NDArray, far: NDArray, parts: Floats = units
-    ) -> Floats:
-        return parts * rates.collective_s(cluster, op, message / parts, size, far)
+    def over(op: rates.CollectiveOp, message: Floats, parts: Floats = units) -> Floats:
+        return parts * rates.group_s(cluster, op, message / parts, shards, members)
 
     gradient_bytes, weight_bytes = params * recipe.master_bytes, params * recipe.compute_bytes
-    scatter = over("reduce_scatter", gradient_bytes, shards, distance)
-    gather = over("all_gather", weight_bytes, shards, distance)
-    all_reduce = over("all_reduce", gradient_bytes, shards, distance, np.ceil(gradient_bytes / BUCKET_BYTES))
-    between = over("all_reduce", gradient_bytes / shards, np.full_like(shards, replicas), distance * shards)
+    scatter = over("reduce_scatter", gradient_bytes)
+    gather = over("all_gather", weight_bytes)
+    all_reduce = over("all_reduce", gradient_bytes, np.ceil(gradient_bytes / BUCKET_BYTES))
+    between = units * rates.collective_s(
+        cluster,
+        "all_reduce",
+        gradient_bytes / shards / units,
+        np.full_like(shards, replicas),
+        dp_stride * dp_shards,
+    )
     reductions = np.where(zero >= 2, microbatches, 1)
     seconds = np.select(
         [zero == 0, zero == 1, zero == 2],
         [all_reduce, gather + scatter, gather + microbatches * scatter],
         microbatches * (2 * gather + scatter),
-    ) + np.where(replicas > 1, reductions * between, 0.0)
+    ) + between * (replicas > 1)
     # What it may hide behind: the compute of the microbatches in which it happens.
     busy = group.forward_s.reshape(len(params), group.vpp, group.pp).sum(axis=1).max(axis=1)
     busy = busy + group.backward_s.reshape(len(params), group.vpp, group.pp).sum(axis=1).max(axis=1)

@@ -69,7 +69,14 @@ def rank_memory(table: Table, holding: Holding) -> RankMemory:
     activations, logits = _activations(table, holding)
     send_bytes = table.residual_tokens * table.model.d_model * size * (table.columns.pp > 1)
     gather_bytes = table.tokens * table.model.d_model * size * (table.columns.tp > 1)
-    communication = largest_layer * (gathered + reduced) + 2 * send_bytes[:, None] + gather_bytes[:, None]
+    # Embedding, norm and head are one unit around the layers: gathered all the time under zero 3, and reduced at
+    # the end of backward, when the layers' activations are gone.
+    root = _root_params(table, holding)
+    at_the_end = np.maximum(root * np.where(reduced > 0, size + master, 0) - activations - logits, 0.0)
+    sharded_units = root * np.where(gathered > 0, size, 0) + np.maximum(
+        largest_layer * (gathered + reduced), at_the_end
+    )
+    communication = sharded_units + 2 * send_bytes[:, None] + gather_bytes[:, None]
     by_cause: dict[BytesCause, Floats] = {
         "parameters": params * (copy + master / np.where(zero >= 1, shards, 1)),
         "gradients": params * master / np.where(zero >= 2, shards, 1),
@@ -96,6 +103,14 @@ def _params(table: Table, holding: Holding) -> Floats:
     if table.model.tied_embeddings and params.shape[1] > 1:
         params[:, -1] += holding.embedding.params  # the head's stage holds its own copy of the table
     return params
+
+
+def _root_params(table: Table, holding: Holding) -> Floats:
+    """Parameters around the layers on each pipeline rank, (candidates, pp)."""
+    root = np.zeros((len(table.columns), len(holding.layers)))
+    root[:, 0] += holding.embedding.params
+    root[:, -1] += holding.head.params
+    return root
 
 
 def _activations(table: Table, holding: Holding) -> tuple[Floats, Floats]:

@@ -146,7 +146,19 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
         (*operations, _accumulation(table, params)),
         params,
         residual_bytes,
-        table.tokens * gradients * size,
+        table.tokens * gradients * size + _gathered_kv_bytes(table, operations),
+    )
+
+
+def _gathered_kv_bytes(table: Table, operations: tuple[Operation, ...]) -> Floats:
+    """Keys and values of the whole sequence and their gradients, live in the backward of one layer under cp."""
+    return sum(
+        (
+            2 * each.message_bytes * (table.columns.cp > 1)
+            for each in operations
+            if isinstance(each, Collective) and each.axis == "cp"
+        ),
+        np.zeros(1),
     )
 
 
@@ -290,9 +302,14 @@ def _accumulation(table: Table, params: Floats) -> Elementwise:
 
 
 def _context_gather(table: Table, kv_width: Floats) -> tuple[Collective, ...]:
-    """Keys and values of the whole sequence, gathered over cp (as Llama 3 did, arXiv:2407.21783 s3.3.2)."""
-    message = table.tokens * table.columns.cp * kv_width * table.recipe.compute_bytes
-    return (Collective("keys and values", "cp", ("all_gather",), ("reduce_scatter",), message),)
+    """Keys and values of the whole sequence, gathered over cp (as Llama 3 did, arXiv:2407.21783 s3.3.2), and in
+    backward once more, as only the rank's part of them is kept."""
+    backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+    return (Collective("keys and values", "cp", ("all_gather",), backward, _whole_kv_bytes(table, kv_width)),)
+
+
+def _whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:
+    return table.tokens * table.columns.cp * kv_width * table.recipe.compute_bytes
 
 
 def _kv_heads(table: Table, attention: GroupedQueryAttention) -> Floats:

@@ -19,6 +19,10 @@ FIRST_ROUNDS = 4
 """Rounds of pp microbatches that are played before looking for repetition; doubled until it is found."""
 
 
+MOST_ROUNDS = 64
+"""Where no repetition is found by then, the rest goes at the last round's rate."""
+
+
 class Step(NamedTuple):
     """An act in playing order."""
 
@@ -49,17 +53,13 @@ def makespan(
     if pp == 1:
         return num_microbatches * (sum(forward_s) + sum(backward_s))
     rounds, rest = divmod(num_microbatches, pp)
-    if schedule == "gpipe" and rounds > FIRST_ROUNDS + 1:
-        # All forwards, then all backwards: once the pipe is full, each further round adds the same.
-        return extrapolated(
-            lambda count: _play(
-                order_of(schedule, pp, vpp, count), pp, forward_s, backward_s, send_s, blocking_sends
-            )[1],
-            pp,
-            num_microbatches,
-        )
+
+    def play(count: int) -> float:
+        order = order_of(schedule, pp, vpp, count)
+        return _play(order, pp, forward_s, backward_s, send_s, blocking_sends)[1]
+
     played = FIRST_ROUNDS
-    while schedule != "gpipe" and played < rounds:
+    while schedule != "gpipe" and played < min(rounds, MOST_ROUNDS):
         # Rounds are left out in the middle, so that a rest of num_microbatches % pp stays at the end.
         order = order_of(schedule, pp, vpp, played * pp + rest)
         ends, last = _play(order, pp, forward_s, backward_s, send_s, blocking_sends)
@@ -67,17 +67,18 @@ def makespan(
         if period_s is not None:
             return last + (rounds - played) * period_s
         played *= 2
-    order = order_of(schedule, pp, vpp, num_microbatches)
-    return _play(order, pp, forward_s, backward_s, send_s, blocking_sends)[1]
+    return extrapolated(play, pp, num_microbatches, rounds=played)
 
 
-def extrapolated(play: Callable[[int], float], pp: int, num_microbatches: int) -> float:
-    """`play` of a number of microbatches: of all, or of a few rounds with the rest at the last round's rate."""
-    rounds, rest = divmod(num_microbatches, pp)
-    if rounds <= FIRST_ROUNDS + 1:
+def extrapolated(
+    play: Callable[[int], float], pp: int, num_microbatches: int, rounds: int = FIRST_ROUNDS
+) -> float:
+    """`play` of a number of microbatches: of all, or of some `rounds` with the rest at the last one's rate."""
+    wanted, rest = divmod(num_microbatches, pp)
+    if wanted <= rounds + 1:
         return play(num_microbatches)
-    shorter, longer = (play(count * pp + rest) for count in (FIRST_ROUNDS, FIRST_ROUNDS + 1))
-    return longer + (rounds - FIRST_ROUNDS - 1) * (longer - shorter)
+    shorter, longer = (play(count * pp + rest) for count in (rounds, rounds + 1))
+    return longer + (wanted - rounds - 1) * (longer - shorter)
 
 
 def bounds(

@@ -88,7 +88,11 @@ def collective_s(
     cluster: ClusterSpec, op: CollectiveOp, message_bytes: Floats, size: Ints, stride: Ints
 ) -> Floats:
     """Seconds of a collective over groups of `size` ranks that stand `stride` apart. Zero for groups of one."""
-    members = np.clip(cluster.fabric.link_domain // stride, 1, size)
+    return group_s(cluster, op, message_bytes, size, np.clip(cluster.fabric.link_domain // stride, 1, size))
+
+
+def group_s(cluster: ClusterSpec, op: CollectiveOp, message_bytes: Floats, size: Ints, members: Ints) -> Floats:
+    """The same over groups of `size` ranks of which `members` share a scale-up domain."""
     nodes = np.ceil(size / members)
     within = cluster.fabric.link_bytes_per_s * cluster.rates.link
     between = cluster.network_bytes_per_s * cluster.rates.network * members
@@ -96,7 +100,9 @@ def collective_s(
     if op == "send":
         latency = np.where(nodes > 1, cluster.rates.network_latency_s, cluster.rates.link_latency_s)
         share = np.ones(1)
-        bandwidth = np.where(nodes > 1, bandwidth / members, bandwidth)
+        # A sender has a NIC of its own.
+        own = cluster.network_bytes_per_s * cluster.rates.network
+        bandwidth = np.where(nodes > 1, np.minimum(within, max(own, 1e-9)), within)
     else:
         rounds = 2 if op == "all_reduce" else 1
         latency = rounds * (

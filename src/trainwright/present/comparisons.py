@@ -24,7 +24,7 @@ def comparison_view(comparison: Comparison) -> RenderableType:
     """All of a comparison as tables."""
     return Group(
         headline(f"{comparison.run_name} ({comparison.run_hash}): predicted against seen"),
-        section("The run", _table(comparison.quantities, None)),
+        section(f"The run; seen: median of {comparison.steps_timed} steps", _table(comparison.quantities, None)),
         section("Time of a step by cause", _table(comparison.seconds, seconds_text))
         if comparison.seconds
         else section("Time by cause was not seen: the run was too short for an instrumented step"),
@@ -38,7 +38,7 @@ def verdict_view(comparison: Comparison, tolerance: float, accepted: bool) -> Re
     step = next(each for each in comparison.quantities if each.name == "step_s")
     return section(
         f"The step took {_relative_text(step)} against its prediction: "
-        f"{'within' if accepted else 'OUT OF'} the tolerance of {tolerance:.0%}"
+        f"{'within' if accepted else 'OUT OF'} the tolerance of {tolerance * 100:g}%"
     )
 
 

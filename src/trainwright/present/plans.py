@@ -53,8 +53,8 @@ def prediction_view(run: Run, prediction: Prediction) -> RenderableType:
     if not prediction.fits:
         parts.append(
             section(
-                f"It does not fit: {bytes_text(prediction.short_by_bytes)} are missing on the fullest rank, and "
-                f"{prediction.largest_bytes_cause} take most",
+                f"It does not fit: {bytes_text(prediction.short_by_bytes)} are missing on the fullest rank; "
+                f"largest cause: {prediction.largest_bytes_cause}",
             )
         )
     return Group(*parts)

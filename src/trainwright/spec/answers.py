@@ -147,6 +147,8 @@ class Comparison(Noun):
 
     run_name: str
     run_hash: str
+    steps_timed: Natural
+    """Steps that the seen step time is the median of."""
     quantities: Sequence[ComparedQuantity]
     """step_s, tokens_per_s, mfu."""
     ranks: Sequence[RankBytes]
@@ -172,6 +174,7 @@ class Comparison(Noun):
         return {
             "run": self.run_name,
             "run_hash": self.run_hash,
+            "steps_timed": self.steps_timed,
             "quantities": rows(self.quantities),
             "ranks": {str(each.rank): rows(each.quantities) for each in self.ranks},
             "seconds_by_cause": rows(self.seconds),

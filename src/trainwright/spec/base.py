@@ -7,7 +7,7 @@ turn into plain dicts, so that TOML and JSON are one step away (`spec/toml.py`).
 from collections.abc import Iterable
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from trainwright.spec.errors import InvalidSpec, from_validation, reject
 
@@ -19,8 +19,14 @@ Sequence = Annotated[tuple[T, ...], Strict(False)]
 LARGEST_INTEGER = 2**53
 """Whole numbers up to it are exact as floats too; no count of this field comes near."""
 
-Count = Annotated[int, Field(ge=1, le=LARGEST_INTEGER)]
-Natural = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
+
+def _whole(value: object) -> object:
+    """141e9 is an integer that is written as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=LARGEST_INTEGER)]
+Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=LARGEST_INTEGER)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -117,8 +117,6 @@ class Fabric(Noun):
     """0: there is one node only."""
     nic_bytes_per_s: NonNegative = 0.0
     """Per NIC."""
-    in_network_reduction: bool = False
-    """Switches add up all-reduces (SHARP)."""
 
     @model_validator(mode="after")
     def _check(self) -> "Fabric":

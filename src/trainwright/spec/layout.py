@@ -44,7 +44,7 @@ class Layout(Noun):
     def _check(self) -> "Layout":
         plane = self.tp * self.cp * self.dp
         if plane % (self.ep * self.etp):
-            allowed = [degree for degree in range(1, plane + 1) if plane % (degree * self.etp) == 0]
+            allowed = [degree for degree in range(1, min(plane, 4096) + 1) if plane % (degree * self.etp) == 0]
             options = ", ".join(map(str, allowed[:12])) or "none with this etp"
             reject("ep", self.ep, f"times etp={self.etp} does not divide tp*cp*dp={plane}; ep may be {options}")
         if self.vpp > 1 and self.pp == 1:

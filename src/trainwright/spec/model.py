@@ -32,7 +32,7 @@ causal  matmuls, and attention over the keys that a causal mask leaves: seq_len 
 """
 
 CONVENTION_TEXT: dict[FlopConvention, str] = {
-    "full": "model FLOPs, full attention (every query meets all seq_len keys), recompute not counted",
+    "full": "model FLOPs, full attention (a query meets all seq_len keys, or its window), recompute not counted",
     "causal": "model FLOPs, causal attention (half of the keys), recompute not counted",
     "6n": "6 x active parameters (embedding included) per token, attention and recompute not counted",
 }

@@ -1,6 +1,8 @@
 """What the planner is asked: which layout and recipe train this model fastest on that many devices?"""
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import Field, model_validator
 
 from trainwright.spec.base import Count, Noun
 from trainwright.spec.cluster import ClusterSpec
@@ -19,12 +21,12 @@ class Question(Noun):
 
     model: ModelSpec
     cluster: ClusterSpec
-    devices: Count
+    devices: Annotated[Count, Field(le=10_000_000)]
     recipe: Recipe
     tokens: Count | None = None
     fixed: dict[str, int | str] = {}  # noqa: RUF012  (pydantic copies defaults)
     """Choices that are made already, by the names in SEARCHED."""
-    top: Count = 1
+    top: Annotated[Count, Field(le=1000)] = 1
     """How many plans to return."""
 
     @model_validator(mode="after")

@@ -73,7 +73,8 @@ class RankRecord(Noun):
     tokens_per_s: NonNegative
     """Of the whole run, all ranks together."""
     seconds: dict[str, float]
-    """Of an instrumented step, by the keys of `ledger.SEEN_SECONDS`, scaled to sum to step_s."""
+    """Of an instrumented step, by the keys of `ledger.SEEN_SECONDS`, scaled to sum to step_s; empty where the run
+    was too short for one."""
     bytes: dict[str, float]
     """Bytes of parameters, gradients and optimizer, each counted over its tensors on this rank."""
     peak_bytes: NonNegative

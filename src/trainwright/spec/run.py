@@ -162,6 +162,8 @@ class Run(Noun):
                 self.data.vocab_size,
                 f"must be at most model.vocab_size={self.model.vocab_size}",
             )
+        if self.data.source == "python-stdlib" and self.data.path:
+            reject("data.path", self.data.path, "is for data.source=shards; python-stdlib lies in the cache")
         if self.data.source == "shards" and not self.data.path:
             reject("data.path", "", "must name the directory of the shards where data.source=shards")
 

@@ -65,7 +65,7 @@ class Watch:
         """This rank's line of the ledger."""
         trainer, run = self._trainer, self._trainer.run
         moments = [each for state in trainer.optimizer.state.values() for each in state.values() if each.ndim]
-        seconds = {"host": self.step_s}
+        seconds: dict[str, float] = {}
         if self._seconds:
             medians = {cause: statistics.median(each[cause] for each in self._seconds) for cause in SEEN_SECONDS}
             scale = self.step_s / sum(medians.values())
