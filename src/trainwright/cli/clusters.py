@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.options import AsJson, Assignments
+from trainwright.cli.options import AsJson, Assignments, complete_cluster
 
 app = typer.Typer(help="Clusters that are known by name: device, node and fabric together.", no_args_is_help=True)
 
@@ -30,7 +30,9 @@ def list_clusters(as_json: AsJson = False) -> None:
 
 @app.command("show", epilog="Example: trainwright clusters show h100-sxm")
 def show_cluster(
-    cluster: Annotated[str, typer.Argument(help="A name of `clusters list`, or a cluster.toml.")],
+    cluster: Annotated[
+        str, typer.Argument(help="A name of `clusters list`, or a cluster.toml.", autocompletion=complete_cluster)
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show one cluster, each number with its source."""
@@ -51,7 +53,12 @@ def show_cluster(
 )
 def new_cluster(
     name: Annotated[str, typer.Argument(help="What the new cluster is called from now on.")],
-    base: Annotated[str, typer.Option("--from", metavar="CLUSTER", help="The cluster that it is like.")],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="CLUSTER", help="The cluster that it is like.", autocompletion=complete_cluster
+        ),
+    ],
     assignments: Assignments = None,
     out: Annotated[
         Path | None, typer.Option(help="Write this file, instead of one that makes it known by its name.")

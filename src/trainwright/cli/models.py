@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.cli.options import AsJson
+from trainwright.cli.options import AsJson, complete_model
 
 if TYPE_CHECKING:
     from trainwright.spec.model import ModelSpec
@@ -29,7 +29,9 @@ def list_models(as_json: AsJson = False) -> None:
 
 @app.command("show", epilog="Example: trainwright models show llama-3.1-405b --seq-len 8192")
 def show_model(
-    model: Annotated[str, typer.Argument(help="A catalogue name or a Hugging Face config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A catalogue name or a Hugging Face config.json.", autocompletion=complete_model)
+    ],
     seq_len: Annotated[
         int, typer.Option(min=1, help="Sequence length that attention FLOPs are counted at.")
     ] = 8192,

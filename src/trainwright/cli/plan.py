@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.options import AsJson, Assignments
+from trainwright.cli.options import AsJson, Assignments, complete_cluster, complete_model
 
 EXAMPLE = (
     "Example: trainwright plan llama-3.1-405b --cluster h100-sxm --gpus 16384 --seq-len 8192 "
@@ -17,11 +17,17 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A catalogue name (`trainwright models list`) or a Hugging Face config.json."
+            metavar="MODEL",
+            help="A catalogue name (`trainwright models list`) or a Hugging Face config.json.",
+            autocompletion=complete_model,
         ),
     ],
     cluster: Annotated[
-        str, typer.Option(help="A catalogue name (`trainwright clusters list`) or a cluster.toml.")
+        str,
+        typer.Option(
+            help="A catalogue name (`trainwright clusters list`) or a cluster.toml.",
+            autocompletion=complete_cluster,
+        ),
     ],
     gpus: Annotated[int, typer.Option(min=1, help="Devices in all; on a CPU, processes.")],
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],

@@ -29,6 +29,7 @@ class Progress:
         self._task: TaskID | None = None
         self._started_s = time.monotonic()
         self._written_s = -LINE_EVERY_S
+        self._written = ""
 
     def __enter__(self) -> "Progress":
         self._bars.start()
@@ -47,6 +48,8 @@ class Progress:
             self._bars.update(self._task, description=what, completed=done)
             return
         now_s = time.monotonic() - self._started_s
-        if now_s - self._written_s >= LINE_EVERY_S or done >= 1:
-            self._written_s = now_s
+        # What has just begun is said at once; the counting of steps only now and then.
+        begins = done == 0 and what != self._written
+        if now_s - self._written_s >= LINE_EVERY_S or done >= 1 or begins:
+            self._written_s, self._written = now_s, what
             self._console.print(f"[{now_s:6.1f} s] {what} {done:4.0%}", markup=False)

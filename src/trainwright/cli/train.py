@@ -1,5 +1,6 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,6 +21,8 @@ EXAMPLE = (
 
 ACCELERATORS = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}
 """The file by which a driver shows that it is there."""
+
+AFTER_THE_FIRST_S = 2.0
 
 OnProgress = Callable[[str, float], None]
 """Told what is being done, and which fraction of it is done."""
@@ -149,6 +152,7 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
 def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     """What each rank does."""
     from trainwright.cli import files
+    from trainwright.spec.errors import InvalidSpec
     from trainwright.train.loop import train as carry_out
     from trainwright.train.mesh import Worker, leave
 
@@ -164,7 +168,12 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     if first and not stream:
         files.make_directory(out)
         keep_run(run, out)
-    carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
+    try:
+        carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
+    except InvalidSpec:
+        # All ranks find the same wrong: the first says it, and torchrun ends the others meanwhile.
+        time.sleep(0.0 if first else AFTER_THE_FIRST_S)
+        raise
     if first and not stream:
         typer.echo(f"wrote {out}; compare with: trainwright compare {out}")
     leave(0)
