@@ -402,3 +402,49 @@ def test_absurd_numbers_are_answered_soon_and_in_one_line(
 def test_a_whole_number_may_be_written_as_a_float(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", str(run_file), "--set", "cluster.device.memory_bytes=141e9", "--json"]) == 0
     assert '"capacity_bytes": 141000000000' in capsys.readouterr().out
+
+
+def test_train_refuses_what_this_machine_cannot_hold(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("trainwright.cli.train.ACCELERATORS", {"cuda": str(tmp_path / "nothing")})
+    out = tmp_path / "out"
+
+    def refused(*assignments: str) -> str:
+        sets = [word for each in assignments for word in ("--set", each)]
+        return complaint(capsys, "train", run_file, "--out", out, "--steps", "2", *sets)
+
+    assert "cluster.device.kind='cuda': this machine has no such device" in refused("cluster.device.kind=cuda")
+    assert "a node of" in refused("layout.dp=8", "recipe.global_batch=16", "cluster.fabric.link_domain=64")
+    assert "short by" in refused("cluster.device.memory_bytes=1_000_000")
+    assert "data.path='here': is for data.source=shards" in refused("data.path=here")
+    assert not out.exists()
+
+
+def test_train_does_not_write_over_another_run(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    out = tmp_path / "out"
+    out.mkdir()
+    other = RUN.replace("micro_batch = 2", "micro_batch = 1")
+    (out / "run.toml").write_text(other)
+    assert "holds another run" in complaint(capsys, "train", run_file, "--out", out, "--steps", "2")
+    assert (out / "run.toml").read_text() == other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "llama-3.1-8b", "--gpus", "8"], "Missing option '--cluster'; see trainwright plan --help"),
+        (["plan", "x", "--gpus", "abc"], "--gpus='abc': "),
+        (["bogus"], "No such command 'bogus'"),
+        (["plan", "--clusterr", "x"], "--cluster"),
+        (["compare", "out", "--tolerance", "abc"], "--tolerance='abc': "),
+    ],
+)
+def test_wrong_options_are_answered_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complaint(capsys, *arguments)

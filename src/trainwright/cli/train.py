@@ -73,13 +73,12 @@ def steps_of(run: "Run", steps: int | None) -> int:
 
 def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list[StepRecord]":
     """Train a run on this node and return its steps; the directory gets the run's files."""
-    from trainwright.cli import files
     from trainwright.spec.record import StepRecord
     from trainwright.train.door import require_trainable
 
     require_trainable(run)
     require_machine(run)
-    files.make_directory(out)
+    require_own_directory(run, out)
     keep_run(run, out)
     shards_of(run, on_progress)
     records: list[StepRecord] = []
@@ -121,10 +120,9 @@ def require_machine(run: "Run") -> None:
         )
 
 
-def keep_run(run: "Run", out: Path) -> None:
-    """Write the run beside what it will leave; refuse a directory that holds another run."""
+def require_own_directory(run: "Run", out: Path) -> None:
+    """Refuse a directory that holds another run."""
     from trainwright.cli import files
-    from trainwright.spec import toml
     from trainwright.spec.errors import InvalidSpec, reject
     from trainwright.spec.run import Run
 
@@ -136,7 +134,15 @@ def keep_run(run: "Run", out: Path) -> None:
             other = "unreadable"
         if other != run.hash:
             reject("--out", str(out), f"holds another run ({other}); name a new directory, or remove it")
-    files.write_text(kept, toml.write(run))
+
+
+def keep_run(run: "Run", out: Path) -> None:
+    """Write the run beside what it leaves."""
+    from trainwright.cli import files
+    from trainwright.spec import toml
+
+    files.make_directory(out)
+    files.write_text(out / "run.toml", toml.write(run))
 
 
 def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> Path:
@@ -151,7 +157,6 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
 
 def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     """What each rank does."""
-    from trainwright.cli import files
     from trainwright.spec.errors import InvalidSpec
     from trainwright.train.loop import train as carry_out
     from trainwright.train.mesh import Worker, leave
@@ -160,14 +165,15 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
         if stream:
             tell(record.plain())
         else:
+            if record.step == 1:
+                keep_run(run, out)  # a run that was refused leaves nothing
             typer.echo(
                 f"step {record.step} of {steps}, loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s"
             )
 
     first = Worker.from_environment().rank == 0
     if first and not stream:
-        files.make_directory(out)
-        keep_run(run, out)
+        require_own_directory(run, out)
     try:
         carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
     except InvalidSpec:
