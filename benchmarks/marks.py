@@ -60,7 +60,7 @@ def plan_process() -> Measured:
 def plan_without_torch() -> Measured:
     _, modules = shell(f"python -X importtime -m {PLAN} 2>&1 >/dev/null | grep -c ' torch$' || true")
     count = int(modules.strip() or 0)
-    return Measured(f"{count} imports", count == 0, f"python -X importtime -m {PLAN} | count lines of torch")
+    return Measured(f"{count} imports", count == 0, f"python -X importtime -m {PLAN} and count the lines of torch")
 
 
 def demo() -> Measured:
@@ -83,7 +83,7 @@ def single_process() -> Measured:
 
 
 def test_suite() -> Measured:
-    seconds, text = shell("python -m pytest -q")
+    seconds, text = shell("python -m pytest")
     return Measured(f"{seconds / 60:.1f} minutes, {text.strip().splitlines()[-1]}", seconds < 600, "make test")
 
 
