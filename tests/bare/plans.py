@@ -1,7 +1,26 @@
 """Small models and clusters for the planner's tests, and one big pair. Figures are round, not a product's."""
 
-from trainwright.spec.cluster import ClusterSpec, Curve, Device, Fabric, Node, PeakFlops, Provenance, Rates
-from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerGroup, LayerSpec, ModelSpec, Rope
+from trainwright.spec.cluster import (
+    ClusterSpec,
+    Curve,
+    Device,
+    Fabric,
+    Node,
+    OverlapRates,
+    PeakFlops,
+    Provenance,
+    Rates,
+)
+from trainwright.spec.model import (
+    DenseMlp,
+    GroupedQueryAttention,
+    LatentAttention,
+    LayerGroup,
+    LayerSpec,
+    ModelSpec,
+    MoeMlp,
+    Rope,
+)
 
 
 def dense_model(
@@ -39,6 +58,30 @@ def dense_model(
             "max_positions": 1 << 20,
         }
     )
+
+
+def moe_model(
+    *,
+    num_layers: int = 4,
+    num_dense: int = 1,
+    num_experts: int = 8,
+    top_k: int = 2,
+    d_ff_shared: int = 32,
+    mtp_depth: int = 0,
+    latent: bool = True,
+) -> ModelSpec:
+    """DeepSeek's kind, small: latent attention, first layers dense, shared experts."""
+    base = dense_model(num_kv_heads=4)
+    plain = base.layers[0].attention
+    attention = LatentAttention(num_heads=4, q_lora_rank=24, kv_lora_rank=16, d_nope=16, d_rope=8, d_value=16)
+    moe = MoeMlp(num_experts=num_experts, top_k=top_k, d_ff=32, d_ff_shared=d_ff_shared)
+    chosen = attention if latent else plain
+    groups = [
+        LayerGroup(repeat=1, pattern=(LayerSpec(attention=chosen, mlp=DenseMlp(d_ff=128)),))
+        for _ in range(num_dense)
+    ]
+    groups.append(LayerGroup(repeat=num_layers - num_dense, pattern=(LayerSpec(attention=chosen, mlp=moe),)))
+    return base.changed(name="small-moe", layer_groups=tuple(groups), mtp_depth=mtp_depth)
 
 
 def cluster(
@@ -81,7 +124,7 @@ def cluster(
             link_latency_s=2e-6,
             network=0.8,
             network_latency_s=1e-5,
-            overlap=overlap,
+            overlap=OverlapRates(dp=overlap),
         ),
         usd_per_device_hour=2.0,
         provenance=dict.fromkeys(

@@ -50,6 +50,9 @@ PLAN_KEYS = {
     "bytes_by_cause",
     "seconds_by_cause",
     "fits",
+    "step_s_p10",
+    "step_s_p90",
+    "band_notes",
 }
 Asked = Callable[..., dict[str, Any]]
 
@@ -84,13 +87,23 @@ def run_file(tmp_path: Path, asked: Asked) -> Path:
 
 def test_plan(asked: Asked) -> None:
     document = asked(*PLAN, "--top", "3")
-    assert set(document) == {"considered", "feasible", "search_s", "plans", "why"}
-    assert document["considered"] >= document["feasible"] > 3
+    assert set(document) == {
+        "considered",
+        "judged",
+        "feasible",
+        "search_s",
+        "plans",
+        "why",
+        "pareto",
+        "balanced",
+        "changes",
+    }
+    assert document["considered"] == document["judged"] >= document["feasible"] > 3
     assert document["why"]
     assert len(document["plans"]) == 3
     for plan in document["plans"]:
         assert set(plan) == PLAN_KEYS
-        assert set(plan["layout"]) == {"tp", "cp", "pp", "vpp", "ep", "etp", "dp"}
+        assert set(plan["layout"]) == {"tp", "cp", "pp", "vpp", "ep", "etp", "dp", "order", "stage_layers"}
         assert set(plan["seconds_by_cause"]) <= set(SECONDS_CAUSES)
         assert set(plan["bytes_by_cause"]) <= set(BYTES_CAUSES)
         assert sum(plan["seconds_by_cause"].values()) == pytest.approx(plan["step_s"])
@@ -131,6 +144,7 @@ def test_set_fixes_what_is_searched_and_overrides_the_rest(asked: Asked, tmp_pat
 
 def test_predict(asked: Asked, run_file: Path) -> None:
     plan = asked("predict", run_file)
+    assert plan.pop("waterfall")
     assert set(plan) == PLAN_KEYS
     assert plan["fits"] is True
     assert plan == asked(*PLAN)["plans"][0]
@@ -153,7 +167,7 @@ def test_assignments_are_checked_together(asked: Asked) -> None:
 
 def test_predict_of_what_does_not_fit(asked: Asked, run_file: Path) -> None:
     plan = asked("predict", run_file, "--set", "cluster.device.memory_bytes=8_000_000_000", status=1)
-    assert set(plan) == PLAN_KEYS | {"short_by_bytes", "cause"}
+    assert set(plan) == PLAN_KEYS | {"short_by_bytes", "cause", "waterfall"}
     assert plan["fits"] is False
     assert plan["short_by_bytes"] == pytest.approx(plan["peak_bytes"] - 8e9)
     assert plan["cause"] in BYTES_CAUSES

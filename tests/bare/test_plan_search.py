@@ -1,21 +1,22 @@
 """The search equals brute force: every legal run of a small space, one by one through `predict`."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.bare.plans import cluster, dense_model
-from trainwright.plan.candidates import MICRO_BATCHES, candidates
+from tests.bare.plans import cluster, dense_model, moe_model
+from trainwright.plan.candidates import MICRO_BATCHES, SEARCHED_SCHEDULES, candidates, policies, replicas_of
 from trainwright.plan.predict import predict
 from trainwright.plan.search import search
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import InvalidSpec
-from trainwright.spec.layout import Layout
+from trainwright.spec.layout import ORDERS, Layout
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import DataSpec, Run
+from trainwright.spec.schedule import SCHEDULES
 
 
 def question(devices: int, model: ModelSpec, on: ClusterSpec, **choices: object) -> Question:
@@ -24,22 +25,50 @@ def question(devices: int, model: ModelSpec, on: ClusterSpec, **choices: object)
 
 
 def every_run(asked: Question) -> Iterator[Run]:
-    """All runs that `Run.check` accepts, from all integers and names that could be meant."""
+    """All runs that `Run.check` accepts, from all integers and names that could be meant, with the values that
+    the question fixes."""
+
+    def allowed(field: str, options: Iterable[int]) -> list[int]:
+        return [option for option in options if asked.fixed.get(field, option) == option]
+
     devices, layers = asked.devices, asked.model.num_layers
-    degrees = range(1, devices + 1)
-    for tp, cp, pp, dp in itertools.product(degrees, repeat=4):
+    degrees, experts = range(1, devices + 1), range(1, devices + 1 if asked.model.is_moe else 2)
+    planes = itertools.product(degrees, degrees, allowed("pp", degrees), degrees)
+    for tp, cp, pp, dp in planes:
         if tp * cp * pp * dp != devices or cp & (cp - 1) or tp > asked.cluster.fabric.link_domain:
             continue
-        for vpp, micro_batch in itertools.product(range(1, layers + 1), MICRO_BATCHES):
-            for zero, recompute in itertools.product((0, 1, 2, 3), ("none", "selective", "full")):
-                if zero and dp * cp == 1:
+        inside = tp * cp < asked.cluster.fabric.link_domain
+        orders = ORDERS if pp > 1 and dp > 1 and inside else list(ORDERS)[:1]
+        micro_batches, chunks = allowed("micro_batch", MICRO_BATCHES), range(1, max(layers, 2) + 1)
+        recipes = itertools.product(SEARCHED_SCHEDULES, chunks, micro_batches, policies(asked))
+        for (schedule, vpp, micro_batch, policy), ep, etp in itertools.product(recipes, experts, {1, tp}):
+            if pp == 1 and (schedule, vpp) != ("1f1b", 1):
+                continue
+            if etp > 1 and not asked.model.is_moe:
+                continue
+            try:
+                SCHEDULES[schedule].check(pp, vpp, asked.recipe.global_batch // (micro_batch * dp))
+            except InvalidSpec:
+                continue
+            stages = SCHEDULES[schedule].num_stages(pp, vpp)
+            if policy.layers is not None and policy.layers >= -(-layers // stages):
+                continue
+            shardings = itertools.product(allowed("zero", (0, 1, 2, 3)), replicas_of(asked), (True, False))
+            for (zero, replicas, reshard), order in itertools.product(shardings, orders):
+                if zero and dp * cp // replicas == 1:
                     continue
-                schedule = "1f1b" if vpp == 1 else "interleaved_1f1b"
                 try:
                     yield Run(
-                        layout=Layout(tp=tp, cp=cp, pp=pp, dp=dp, vpp=vpp),
+                        layout=Layout(tp=tp, cp=cp, pp=pp, dp=dp, vpp=vpp, ep=ep, etp=etp, order=order),
                         recipe=asked.recipe.changed(
-                            micro_batch=micro_batch, zero=zero, recompute=recompute, schedule=schedule
+                            micro_batch=micro_batch,
+                            zero=zero,
+                            dp_replicate=replicas,
+                            reshard_after_forward=reshard,
+                            recompute=policy.recompute,
+                            recompute_ops=policy.ops,
+                            recompute_layers=policy.layers,
+                            schedule=schedule,
                         ),
                         model=asked.model,
                         cluster=asked.cluster,
@@ -49,24 +78,45 @@ def every_run(asked: Question) -> Iterator[Run]:
                     continue
 
 
-SPACES = [
-    (devices, model, on)
-    for devices in (1, 2, 4, 6, 8)
-    for model, on in [
-        (dense_model(), cluster()),
-        (dense_model(num_layers=6, num_heads=6, num_kv_heads=6, d_model=96), cluster(memory_bytes=3_000_000)),
-        (dense_model(num_layers=3, tied=True), cluster(devices=8, concurrent=2, nics=0)),
-        (dense_model(num_layers=7), cluster(devices=2, nics=2, memory_bytes=4_000_000)),
-    ]
+DENSE, TIED = dense_model(), dense_model(num_layers=3, tied=True)
+WIDE = dense_model(num_layers=6, num_heads=6, num_kv_heads=6, d_model=96)
+EXPERTS = moe_model(num_layers=3, num_experts=4)
+TWO_HEADS = moe_model(num_layers=3, num_dense=2, num_experts=6, mtp_depth=1, latent=False)
+TIGHT, TWO_A_NODE = cluster(memory_bytes=3_000_000), cluster(devices=2, nics=2, memory_bytes=4_000_000)
+SHARED_CORES = cluster(devices=8, concurrent=2, nics=0)
+
+SPACES: list[tuple[int, ModelSpec, ClusterSpec, dict[str, int | str]]] = [
+    (1, DENSE, cluster(), {}),
+    (1, EXPERTS, TIGHT, {}),
+    (2, DENSE, cluster(), {}),
+    (2, WIDE, TIGHT, {}),
+    (2, TIED, SHARED_CORES, {}),
+    (2, dense_model(num_layers=7), TWO_A_NODE, {"recompute": "full"}),
+    (2, EXPERTS, cluster(), {"zero": 1}),
+    (2, TWO_HEADS, TWO_A_NODE, {"micro_batch": 2}),
+    (3, TIED, cluster(devices=3), {"micro_batch": 1}),
+    (4, DENSE, cluster(), {"micro_batch": 1, "recompute": "selective"}),
+    (4, WIDE, TIGHT, {"micro_batch": 2, "pp": 2}),
+    (4, TIED, SHARED_CORES, {"zero": 1, "pp": 2}),
+    (4, dense_model(num_layers=7), TWO_A_NODE, {"micro_batch": 1, "recompute": "none"}),
+    (4, EXPERTS, TWO_A_NODE, {"recompute": "none", "pp": 2, "micro_batch": 1}),
+    (4, TWO_HEADS, TIGHT, {"recompute": "none", "pp": 1}),
+    (6, WIDE, cluster(), {"micro_batch": 1, "pp": 3, "recompute": "none"}),
+    (6, dense_model(num_layers=7), TWO_A_NODE, {"pp": 6}),
+    (8, DENSE, TIGHT, {"pp": 4, "micro_batch": 1, "zero": 2}),
+    (8, TIED, SHARED_CORES, {"recompute": "full", "pp": 1}),
+    (8, EXPERTS, TWO_A_NODE, {"pp": 2, "zero": 1, "micro_batch": 1, "recompute": "selective"}),
 ]
+"""Devices, model, cluster, and fixed fields, so that every space is small and each axis is free in some."""
 
 
 @pytest.mark.parametrize("space", range(len(SPACES)))
 def test_the_search_equals_brute_force(space: int) -> None:
-    asked = question(*SPACES[space], top=3)
+    devices, model, on, fixed = SPACES[space]
+    asked = question(devices, model, on, fixed=fixed, top=3)
     runs = list(every_run(asked))
     answer = search(asked)
-    assert answer.considered == len(runs)
+    assert answer.considered == len(runs) > 0
     judged = [(predict(run), run) for run in runs]
     fitting = sorted((each.step_s, str(run.layout), str(run.recipe)) for each, run in judged if each.fits)
     assert answer.feasible == len(fitting)

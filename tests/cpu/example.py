@@ -50,7 +50,7 @@ def example_run(
     mlp: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
-    **layout: int,
+    **layout: Any,
 ) -> Run:
     """A checked run of a four-layer model in float64, with changes to each part."""
     layer = {

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_batches, example_run, part_of, plain_step, whole_name
 
+from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
-from trainwright.train.mesh import build_mesh, leave
+from trainwright.train.mesh import Mesh, build_mesh, leave
 from trainwright.train.parallelize import Trainer, parallelize
 
 MHA, MQA = {"num_kv_heads": 4}, {"num_kv_heads": 1}
@@ -31,6 +32,7 @@ LAYERNORM = {"norm": "layernorm"}
 BIASES = {"attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}}
 PLAIN_MLP = {"gated": False, "activation": "gelu_tanh"}
 INTERLEAVED = {"schedule": "interleaved_1f1b"}
+DP_INSIDE_PP = {"order": "tp-cp-dp-pp"}
 LLAMA3_ROPE = {
     "theta": 500000.0,
     "scaling": {"kind": "llama3", "factor": 8.0, "original_max_positions": 8, "low_frequency_factor": 1.0},
@@ -77,6 +79,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "dp zero 3 tied": {"dp": 2, "recipe": {"zero": 3}, "model": TIED},
         "dp zero 2 full recompute": {"dp": 2, "recipe": {"zero": 2, "recompute": "full"}},
         "dp zero 3 full recompute": {"dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "dp zero 3 gathered once": {"dp": 2, "recipe": {"zero": 3, "reshard_after_forward": False}},
         "hsdp of two replicas": {"dp": 2, "recipe": {"zero": 1, "dp_replicate": 2}},
         "tp": {"tp": 2},
         "tp without sequence parallelism": {"tp": 2, "recipe": {"sequence_parallel": False}},
@@ -94,12 +97,17 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp sliding window": {"tp": 2, "attention": {"sliding_window": 5}},
         "tp selective recompute": {"tp": 2, "recipe": {"recompute": "selective"}},
         "tp full recompute": {"tp": 2, "recipe": {"recompute": "full"}},
+        "tp full recompute of one layer": {"tp": 2, "recipe": {"recompute": "full", "recompute_layers": 1}},
         "tp ignored targets": {"tp": 2, "ignored": True},
         "pp 1f1b": {"pp": 2},
         "pp gpipe": {"pp": 2, "recipe": {"schedule": "gpipe"}},
         "pp interleaved": {"pp": 2, "vpp": 2, "recipe": INTERLEAVED},
         "pp without overlap": {"pp": 2, "recipe": {"overlap": {"pp": False}}},
         "pp uneven stages": {"pp": 2, "model": uneven(5)},
+        "pp chosen stages": {"pp": 2, "stage_layers": [1, 3]},
+        "pp all layers on the last stage": {"pp": 2, "stage_layers": [0, 4], "model": TIED},
+        "pp interleaved empty ends": {"pp": 2, "vpp": 2, "recipe": INTERLEAVED, "model": uneven(2)},
+        "pp breadth first": {"pp": 2, "vpp": 2, "recipe": {"schedule": "breadth_first"}},
         "pp tied": {"pp": 2, "model": TIED},
         "pp interleaved tied": {"pp": 2, "vpp": 2, "recipe": INTERLEAVED, "model": TIED},
         "pp full recompute": {"pp": 2, "recipe": {"recompute": "full"}},
@@ -144,6 +152,57 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "pp 1f1b": {"pp": 4},
         "pp uneven stages": {"pp": 4, "model": uneven(6)},
         "pp gpipe uneven stages": {"pp": 4, "model": uneven(7), "recipe": {"schedule": "gpipe"}},
+        "pp empty ends tied": {"pp": 4, "stage_layers": [0, 3, 1, 0], "model": TIED},
+        "tp x pp empty ends": {"tp": 2, "pp": 2, "vpp": 2, "recipe": INTERLEAVED, "model": uneven(2)},
+        "tp x pp all layers on the first stage, full recompute": {
+            "tp": 2,
+            "pp": 2,
+            "stage_layers": [4, 0],
+            "recipe": {"recompute": "full"},
+        },
+        **{
+            f"dp inside pp zero {zero}": {"dp": 2, "pp": 2, **DP_INSIDE_PP, "recipe": {"zero": zero}}
+            for zero in range(4)
+        },
+        **{
+            f"dp x pp empty ends zero {zero}": {
+                "dp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "recipe": {"zero": zero, **INTERLEAVED},
+                "model": uneven(2),
+            }
+            for zero in range(4)
+        },
+        **{
+            f"dp x pp chosen stages zero {zero}": {
+                "dp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "stage_layers": [0, 1, 2, 1],
+                "recipe": {"zero": zero, **INTERLEAVED},
+            }
+            for zero in range(4)
+        },
+        "dp x pp interleaved zero 2 full recompute, ignored targets": {
+            "dp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "recipe": {"zero": 2, "recompute": "full", **INTERLEAVED},
+            "ignored": True,
+        },
+        "dp x pp interleaved zero 3 gathered once": {
+            "dp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "recipe": {"zero": 3, "reshard_after_forward": False, **INTERLEAVED},
+        },
+        "dp x pp breadth first zero 2": {
+            "dp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "recipe": {"zero": 2, "schedule": "breadth_first"},
+        },
     },
     8: {
         **{
@@ -161,6 +220,43 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp x pp x dp full recompute": {"tp": 2, "pp": 2, "dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
         "tp x hsdp": {"tp": 2, "dp": 4, "recipe": {"zero": 3, "dp_replicate": 2}},
         "pp x hsdp": {"pp": 2, "dp": 4, "recipe": {"zero": 2, "dp_replicate": 2}},
+        "pp x hsdp interleaved": {
+            "pp": 2,
+            "vpp": 2,
+            "dp": 4,
+            "recipe": {"zero": 2, "dp_replicate": 2, **INTERLEAVED, "global_batch": 16},
+        },
+        **{
+            f"tp x pp x dp, dp inside pp, zero {zero}": {
+                "tp": 2,
+                "pp": 2,
+                "dp": 2,
+                **DP_INSIDE_PP,
+                "recipe": {"zero": zero},
+            }
+            for zero in (0, 1, 2, 3)
+        },
+        "pp x hsdp, dp inside pp": {"pp": 2, "dp": 4, **DP_INSIDE_PP, "recipe": {"zero": 3, "dp_replicate": 2}},
+        **{
+            f"tp x pp x dp empty ends, dp inside pp, zero {zero}": {
+                "tp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "dp": 2,
+                **DP_INSIDE_PP,
+                "recipe": {"zero": zero, **INTERLEAVED},
+                "model": {**uneven(2), **TIED},
+            }
+            for zero in (0, 1, 2, 3)
+        },
+        "tp x pp x dp chosen stages": {
+            "tp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "dp": 2,
+            "stage_layers": [1, 2, 1, 0],
+            "recipe": {"zero": 2, **INTERLEAVED},
+        },
     },
 }
 
@@ -187,9 +283,25 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
 }
 
 
+def stands_where_the_layout_says(mesh: Mesh) -> None:
+    """Groups and DeviceMesh say the same of who is whose neighbour; a rank at the wrong place of an axis would go
+    unnoticed in the numbers."""
+    at, layout = mesh.coordinate, mesh.layout
+    for axis, group in mesh.groups.items():
+        if axis in AXES:
+            ranks = [layout.rank(at._replace(**{axis: place})) for place in range(layout.degree(axis))]
+            assert dist.get_process_group_ranks(group) == ranks, axis
+    if mesh.device_mesh is not None:
+        names, places = mesh.device_mesh.mesh_dim_names or (), mesh.device_mesh.get_coordinate() or ()
+        coordinate = dict(zip(names, places, strict=True))
+        dp = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
+        assert {**coordinate, "dp": dp} == at._asdict()
+
+
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
     mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+    stands_where_the_layout_says(mesh)
     trainer = parallelize(run.check(), mesh, Clock())
     if spoil is not None:
         spoil(trainer)

@@ -13,7 +13,8 @@ COMMANDS = re.findall(r"^\$ (.+)$", README, re.M)
 
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command in COMMANDS]
-    assert verbs == ["plan", "calibrate", "plan", "train", "compare"]
+    made = ["plan", "calibrate", "plan", "train", "compare"]
+    assert verbs == [*made, "plan", "layout", "predict", "timeline", "memory", "diff", "sweep", "sweep"]
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:
@@ -36,6 +37,10 @@ def test_readme_commands_run(tmp_path: Path) -> None:
         "first-run/run.toml",
         "first-run/metrics.jsonl",
         "first-run/ledger.jsonl",
+        "layout.svg",
+        "trace.json",
+        "memory.svg",
+        "sweep.svg",
     ):
         assert (tmp_path / name).stat().st_size > 0
     first_plan = said[COMMANDS[0]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from example import example_batches, example_run, part_of, plain_step
 
-from trainwright.plan.operations import layer_piece
+from trainwright.plan.pieces import layer_piece
 from trainwright.plan.table import Table
 from trainwright.spec.recipe import Optimizer
 from trainwright.spec.schedule import SCHEDULES, Act
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_transfers_meet_even_if_every_one_waits(schedule: str, pp: int, vpp: int, microbatches: int) -> None:
-    made = programs(SCHEDULES[schedule](pp, vpp, microbatches), vpp)
+    made = programs(SCHEDULES[schedule].rows(pp, vpp, microbatches), vpp)
     done, at = set(), [0] * pp
     while any(at[rank] < len(made[rank]) for rank in range(pp)):
         before = list(at)
@@ -153,6 +153,23 @@ def test_training_lowers_the_loss() -> None:
     losses = [trainer.step(batch, 0.01).loss for _ in range(12)]
     assert losses[0] == pytest.approx(math.log(259), rel=0.02)
     assert losses[-1] < losses[0] - 1.0
+
+
+def test_recompute_of_some_layers_holds_less_by_those() -> None:
+    def peak(**recipe: object) -> int:
+        sizes = {"precision": "fp32", "seq_len": 128, "micro_batch": 8}
+        trainer = trainer_of(recipe={**sizes, **recipe})
+        batch = part_of(trainer.run, 0, example_batches(trainer.run))
+        trainer.step(batch, 0.01)
+        return peak_bytes_of(lambda: trainer.step(batch, 0.01), CPU)
+
+    nothing, one, three, every = (
+        peak(),
+        *(peak(recompute="full", recompute_layers=layers) for layers in (1, 3)),
+        peak(recompute="full"),
+    )
+    assert nothing > one > three > every
+    assert nothing - three == pytest.approx(3 * (nothing - one), rel=0.02)
 
 
 def test_the_bench_counts_a_layers_launches_as_the_planner_does() -> None:

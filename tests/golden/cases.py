@@ -16,7 +16,7 @@ from trainwright.spec.run import DataSpec, Run
 GOLDEN = Path(__file__).with_name("predictions.json")
 
 
-def case(model: str, cluster: str, layout: dict[str, int], **recipe: object) -> Run:
+def case(model: str, cluster: str, layout: dict[str, int | str], **recipe: object) -> Run:
     return Run(
         layout=Layout.parse(layout),
         recipe=Recipe.parse(recipe),
@@ -58,7 +58,7 @@ CASES = {
         {"dp": 8},
         seq_len=8192,
         global_batch=128,
-        precision="fp8",
+        precision="fp8-current",
         zero=2,
     ),
     "gpt3-175b 1024 a100": case(
@@ -68,6 +68,54 @@ CASES = {
         seq_len=2048,
         global_batch=1536,
         recompute="selective",
+    ),
+    "deepseek-v3 2048 h800": case(
+        "deepseek-v3",
+        "h800",
+        {"pp": 16, "vpp": 2, "dp": 128, "ep": 64, "order": "tp-cp-dp-pp"},
+        seq_len=4096,
+        global_batch=15360,
+        precision="fp8-block",
+        schedule="dualpipe",
+        dispatch="hierarchical",
+        dispatch_fp8=True,
+        recompute="selective",
+        recompute_ops=["norm", "latent_up", "activation"],
+    ),
+    "qwen3-30b-a3b 64 b200": case(
+        "qwen3-30b-a3b",
+        "b200",
+        {"tp": 2, "dp": 32, "ep": 16, "etp": 2},
+        seq_len=4096,
+        global_batch=512,
+        precision="mxfp8",
+        capacity_factor=1.0,
+        cuda_graphs="partial",
+    ),
+    "gpt-oss-120b 64 mi355x": case(
+        "gpt-oss-120b",
+        "mi355x",
+        {"pp": 4, "dp": 16, "ep": 8},
+        seq_len=8192,
+        global_batch=256,
+        schedule="zb_h1",
+        optimizer={"name": "muon", "moments": "bf16"},
+        zero=2,
+        dp_replicate=2,
+    ),
+    "llama-3.1-70b 64 h100, ring": case(
+        "llama-3.1-70b",
+        "h100-sxm",
+        {"tp": 4, "cp": 4, "pp": 2, "vpp": 2, "dp": 2},
+        seq_len=32768,
+        global_batch=32,
+        schedule="zb_v",
+        cp_method="ring",
+        recompute="full",
+        recompute_layers=10,
+        zero=3,
+        reshard_after_forward=False,
+        overlap={"tp": True},
     ),
     "llama-local-6m 4 cpu": case(
         "llama-local-6m",

@@ -1,14 +1,16 @@
 """Models and clusters by name or by path: the catalogue that comes with the program, and the user's own files.
 
 A model of the catalogue is one TOML file. A cluster is put together from parts, so that each fact is written
-once: software (`data/software.toml`), device (`data/devices`), link and network (`data/fabrics.toml`), and what
+once: device (`data/devices`), link and network (`data/fabrics.toml`), software (`data/software.toml`), and what
 only the cluster knows. Each part is a piece of a ClusterSpec with the sources of its numbers, a later part goes
-before an earlier one, and a device may say `like` which other device it differs from. A cluster that a user
-made or measured is one whole ClusterSpec in one file.
+before an earlier one, and a device or software may say `like` which other one it differs from. Free constants
+(`data/constants.toml`) stand in their parts as if written there. A cluster that a user made or measured is one
+whole ClusterSpec in one file.
 """
 
 import json
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,9 +19,11 @@ from typing import Any
 from trainwright.cli import files
 from trainwright.spec import toml
 from trainwright.spec.cluster import ClusterSpec, Provenance, numeric_fields
+from trainwright.spec.constants import Constant, Constants
 from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
 from trainwright.spec.hf import model_from_hf
 from trainwright.spec.model import ModelSpec
+from trainwright.spec.published import Bands
 
 DATA = resources.files("trainwright") / "data"
 
@@ -55,17 +59,64 @@ def load_model(name_or_path: str) -> ModelSpec:
         raise InvalidSpec(f"{name_or_path}: {error}") from None
 
 
-def load_cluster(name_or_path: str, user_dir: Path | None = None) -> ClusterSpec:
+def load_cluster(name_or_path: str, user_dir: Path | None = None, software: str | None = None) -> ClusterSpec:
     """The cluster of that name, the user's own before the catalogue's, or the one that a TOML file says.
-    Raises InvalidSpec."""
+    `software` puts one of the catalogue's together with another kind of software. Raises InvalidSpec."""
     names = cluster_names(user_dir)
-    if name_or_path in names:
-        own = user_dir / f"{name_or_path}.toml" if user_dir is not None else None
-        return _read_cluster_file(own) if own is not None and own.is_file() else _compose_cluster(name_or_path)
+    own = user_dir / f"{name_or_path}.toml" if user_dir is not None else None
+    is_own = own is not None and own.is_file()
+    if name_or_path in _names("clusters") and not is_own:
+        return compose_cluster(name_or_path, software)
+    if software is not None:
+        reject("software", software, "is for a cluster of the catalogue; one's own holds its software's rates")
+    if name_or_path in names and own is not None:
+        return _read_cluster_file(own)
     if not _is_path(name_or_path):
         remedy = f"neither in the catalogue nor the path of a cluster.toml; {nearest(name_or_path, names)}"
         reject("cluster", name_or_path, remedy)
     return _read_cluster_file(Path(name_or_path))
+
+
+@cache
+def constants() -> tuple[Constant, ...]:
+    """The free constants, with the values that the catalogue uses."""
+    return Constants.parse(_read_data("constants.toml")).constant
+
+
+@cache
+@cache
+def bands() -> Bands:
+    """How measured step times lie about the planner's predictions."""
+    return Bands.parse(_read_data("bands.toml"))
+
+
+def software_names() -> list[str]:
+    """Kinds of software that a cluster may be put together with."""
+    return sorted(_read_data("software.toml"))
+
+
+def compose_cluster(
+    name: str,
+    software: str | None = None,
+    values: Mapping[str, float] | None = None,
+    overrides: Mapping[str, int | float] | None = None,
+) -> ClusterSpec:
+    """A cluster of the catalogue, put together from its parts: with another kind of software, with other values of
+    free constants (by their names), and with fields that a published run states otherwise."""
+    own = dict(_read_data(f"clusters/{name}.toml"))
+    chosen, parts = values or {}, own.pop("parts")
+    whole: dict[str, Any] = {"software": software or parts["software"]}
+    for key in _parts(parts, software):
+        whole = _merged(whole, _with_constants(key, _read_part(key), chosen))
+    whole = _merged(whole, own)
+    for field, value in (overrides or {}).items():
+        _put(whole, field, value, Provenance(kind="assumed", source="stated by the published run"))
+    return ClusterSpec.parse(whole)
+
+
+def parts_of(name: str, software: str | None = None) -> list[str]:
+    """`kind:name` of the parts of a catalogue cluster, and of what they are like: whose constants it has."""
+    return _parts(_read_data(f"clusters/{name}.toml")["parts"], software)
 
 
 def new_cluster(base: ClusterSpec, name: str, assignments: list[str]) -> ClusterSpec:
@@ -122,30 +173,71 @@ def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
     return values
 
 
-def _compose_cluster(name: str) -> ClusterSpec:
-    own = _read_data(f"clusters/{name}.toml")
-    parts = own.pop("parts")
-    fabrics = _read_data("fabrics.toml")
-    pieces = [
-        _read_data("software.toml")[parts["software"]],
-        _device_part(parts["device"]),
-        fabrics["link"][parts["link"]],
-        fabrics["network"][parts["network"]],
-        own,
-    ]
-    whole: dict[str, Any] = {}
-    for piece in pieces:
-        whole = _merged(whole, piece)
-    return ClusterSpec.parse(whole)
+def has_part(key: str) -> bool:
+    """Whether there is a part of this `kind:name`."""
+    try:
+        _read_part(key)
+    except (KeyError, FileNotFoundError):
+        return False
+    return True
 
 
-def _device_part(name: str) -> dict[str, Any]:
-    values = _read_data(f"devices/{name}.toml")
-    like = values.pop("like", None)
-    return values if like is None else _merged(_device_part(like), values)
+def _parts(named: Mapping[str, str], software: str | None) -> list[str]:
+    """The parts, each after those that it is like."""
+    known = _read_data("software.toml")
+    if software is not None and software not in known:
+        reject("software", software, f"is no part of data/software.toml; {nearest(software, known)}")
+    named = {**named, "software": software or named["software"]}
+    parts: list[str] = []
+    for kind in ("device", "link", "network", "software"):
+        chain: list[str] = []
+        name: str | None = named[kind]
+        while name is not None:
+            chain.insert(0, f"{kind}:{name}")
+            name = _read_part(chain[0]).get("like")
+        parts += chain
+    return parts
 
 
+def _read_part(key: str) -> dict[str, Any]:
+    kind, _, name = key.partition(":")
+    if kind == "device":
+        return _read_data(f"devices/{name}.toml")
+    return _read_data("software.toml")[name] if kind == "software" else _read_data("fabrics.toml")[kind][name]
+
+
+def _with_constants(key: str, part: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+    """A part's own values, with those of the constants that belong to it."""
+    merged = _merged({}, {field: value for field, value in part.items() if field != "like"})
+    for constant in constants():
+        if key in constant.parts:
+            value = values.get(constant.name, constant.value)
+            for field in constant.fields:
+                _put(merged, field, value, _source(constant, value))
+    return merged
+
+
+def _source(constant: Constant, value: float) -> Provenance:
+    if value == constant.prior:
+        return Provenance(kind="assumed", source=constant.why)
+    return Provenance(
+        kind="measured", source=f"fitted to published runs by benchmarks/fit_published.py; before: {constant.why}"
+    )
+
+
+def _put(values: dict[str, Any], field: str, value: float, source: Provenance) -> None:
+    """Set a dotted field of a piece of a cluster, and its source."""
+    *tables, last = field.split(".")
+    at = values
+    for table in tables:
+        at = at.setdefault(table, {})
+    at[last] = value
+    values.setdefault("provenance", {})[field] = source.plain()
+
+
+@cache
 def _read_data(relative: str) -> dict[str, Any]:
+    """A file of the catalogue, parsed; nobody changes what is returned."""
     at = DATA
     for part in relative.split("/"):
         at = at / part
@@ -153,11 +245,14 @@ def _read_data(relative: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, table by table."""
+    """`base` with the values of `over`, table by table, in tables of its own."""
     merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+        if isinstance(value, dict):
+            under = merged.get(key)
+            merged[key] = _merged(under if isinstance(under, dict) else {}, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -4,6 +4,9 @@ Here `--set` meets the search: an assignment to a field that the search chooses 
 `recipe.micro_batch`; `spec.question.SEARCHED`) fixes it, any other one changes the draft.
 """
 
+import math
+from typing import cast, get_args
+
 from trainwright.spec import toml
 from trainwright.spec.answers import Prediction
 from trainwright.spec.base import Noun
@@ -14,6 +17,7 @@ from trainwright.spec.model import ModelSpec
 from trainwright.spec.question import SEARCHED, Question
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Budget, DataSpec, Run
+from trainwright.spec.sizing import MOST_DEVICES, Goal, Least
 
 
 class Draft(Noun):
@@ -78,6 +82,27 @@ def draft(
     return _with_assignments(made, assignments)
 
 
+def goal_of(least: str | None, days: float | None, gpus: int | None, *, explain_infeasible: bool) -> Goal | None:
+    """What `--min` asks; None where the devices are given. Raises `InvalidSpec` for options that clash."""
+    if least is None:
+        if days is not None:
+            reject("--days", days, "is for --min; add --min gpus or --min cost")
+        if gpus is None:
+            raise InvalidSpec("--gpus: missing; say how many devices, or ask for them with --min gpus --days 60")
+        return None
+    if least not in get_args(Least):
+        reject("--min", least, f"may be {' or '.join(get_args(Least))}")
+    if days is None:
+        reject("--min", least, "needs --days, such as --days 60")
+    if not 0 < days < math.inf:
+        reject("--days", days, "must be above zero")
+    if explain_infeasible:
+        raise InvalidSpec(
+            "--explain-infeasible: is for one number of devices; leave it out, or give --gpus without --min"
+        )
+    return Goal(least=cast(Least, least), days=days, most_devices=gpus or MOST_DEVICES)
+
+
 def _with_assignments(made: Draft, assignments: list[str]) -> Draft:
     """The draft with `field=value` texts applied, checked when all are."""
     choices = [toml.parse_assignment(text) for text in assignments]
@@ -94,13 +119,16 @@ def _with_assignments(made: Draft, assignments: list[str]) -> Draft:
     return changed.changed(fixed={**_fixed_degrees(degrees), **fixed})
 
 
-def _fixed_degrees(choices: dict[str, object]) -> dict[str, int]:
+def _fixed_degrees(choices: dict[str, object]) -> dict[str, int | str]:
     """Degrees of the layout by their names, each a possible one by itself."""
-    fixed = {}
+    fixed: dict[str, int | str] = {}
     for path, value in choices.items():
         field = path.partition(".")[2]
         if field not in Layout.model_fields:
             raise InvalidSpec(f"{path}: unknown field; {nearest(field, Layout.model_fields)}")
+        if field == "order":
+            fixed[field] = Layout.parse({"order": value}, "layout").order
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             reject(path, value, "must be a whole number of at least 1")
         fixed[field] = value

@@ -12,10 +12,28 @@ from typing import Annotated, NoReturn
 import typer
 
 from trainwright import __version__
-from trainwright.cli import calibrate, clusters, compare, demo, models, plan, predict, train
+from trainwright.cli import (
+    calibrate,
+    clusters,
+    compare,
+    demo,
+    diff,
+    layout,
+    memory,
+    models,
+    plan,
+    predict,
+    sweep,
+    timeline,
+    train,
+    validate,
+)
 from trainwright.cli.worker import BAD_INPUT
 
-VERBS = ("plan", "predict", "train", "compare", "calibrate", "models", "clusters", "demo")
+VERBS = (
+    *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
+    *("validate", "models", "clusters", "demo"),
+)
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
 INTERRUPTED = 130
@@ -48,9 +66,15 @@ def _program(
 
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
+app.command("layout", epilog=layout.EXAMPLE)(layout.layout)
+app.command("timeline", epilog=timeline.EXAMPLE)(timeline.timeline)
+app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
+app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
+app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
+app.command("validate", epilog=validate.EXAMPLE)(validate.validate)
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)

@@ -29,50 +29,82 @@ def plan(
             autocompletion=complete_cluster,
         ),
     ],
-    gpus: Annotated[int, typer.Option(min=1, help="Devices in all; on a CPU, processes.")],
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
     global_batch: Annotated[int, typer.Option(min=1, help="Sequences of one step, over all devices.")],
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Devices in all; on a CPU, processes. With --min, the most that are tried [65536]."
+        ),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Token budget, such as 15.6T, 100B or 15.6e12: gives hours and cost.")
     ] = None,
+    software: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Training software whose measured rates to take, such as nemo-2025 or torchtitan."
+        ),
+    ] = None,
     precision: Annotated[str, typer.Option(metavar="bf16|fp8|fp32", help="Of the matmuls.")] = "bf16",
     top: Annotated[int, typer.Option(min=1, help="How many plans to show, fastest first.")] = 5,
+    least: Annotated[
+        str | None,
+        typer.Option(
+            "--min",
+            metavar="gpus|cost",
+            help="Find the fewest devices, or the lowest cost, that finish in --days.",
+        ),
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="With --min: days that the token budget may take.")] = None,
+    explain_infeasible: Annotated[
+        bool, typer.Option(help="Where nothing fits: try remedies, and say what each costs.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the fastest plan as a run file.")] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest way to train MODEL on a cluster, with its memory, time and cost by cause, and why.
 
-    A field that the search chooses is fixed by --set: --set layout.tp=8 --set recipe.recompute=full.
+    A field that the search chooses is fixed by --set: --set layout.tp=8 --set recipe.recompute=full. How many
+    devices it takes: --tokens 15.6T --min gpus --days 60.
     """
     from trainwright.cli import catalogue, files
-    from trainwright.cli.draft import draft
-    from trainwright.cli.planner import searched
+    from trainwright.cli.draft import draft, goal_of
+    from trainwright.cli.planner import explained, searched, sized
     from trainwright.spec import toml
     from trainwright.spec.units import parse_count
 
+    goal = goal_of(least, days, gpus, explain_infeasible=explain_infeasible)
+
     drafted = draft(
         catalogue.load_model(model),
-        catalogue.load_cluster(cluster, user_dir=files.config_directory() / "clusters"),
+        catalogue.load_cluster(cluster, files.config_directory() / "clusters", software),
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
         tokens=None if tokens is None else parse_count(tokens, "--tokens"),
         assignments=assignments or [],
     )
-    question, answer, search_s = searched(drafted.question(gpus, top))
+    sizing = diagnosis = None
+    if goal is not None:
+        sizing, (question, answer, search_s) = sized(drafted.question(goal.most_devices, top), goal)
+    else:
+        question, answer, search_s = searched(drafted.question(gpus or 1, top))
+        diagnosis = explained(question) if explain_infeasible else None
 
     if out and answer.plans:
         files.write_text(out, toml.write(drafted.run(answer.plans[0])))
     if as_json:
         from trainwright.cli.output import show_json
 
-        show_json(answer.report(search_s))
+        more = {"sizing": sizing and sizing.report(), "infeasible": diagnosis and diagnosis.report()}
+        show_json(answer.report(search_s) | {name: report for name, report in more.items() if report})
     else:
         from trainwright.cli.output import show
-        from trainwright.present.plans import answer_view
+        from trainwright.present.plans import plan_view
 
-        show(answer_view(question, answer, search_s))
+        show(plan_view(question, answer, search_s, sizing, diagnosis))
         if out and answer.plans:
             show(f"wrote {out}")
     if not answer.plans:

@@ -1,4 +1,7 @@
-"""The planner as verbs ask it: with the time that a search took, and no answer of numbers that overflowed."""
+"""The planner as verbs ask it: with the time that a search took, and no answer of numbers that overflowed.
+
+What takes long says on a terminal how far it is.
+"""
 
 import math
 import time
@@ -6,12 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainwright.cli.bands import with_band
+from trainwright.cli.output import console
+from trainwright.cli.progress import Progress
 from trainwright.plan import predict as planner
-from trainwright.plan.search import search
+from trainwright.plan.answer import answer
+from trainwright.plan.remedies import diagnosed
+from trainwright.plan.sizing import counts_to_try, tried
 from trainwright.spec.answers import Answer, Prediction
+from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.question import Question
 from trainwright.spec.run import Run
+from trainwright.spec.sizing import Goal, Sizing, Tried
 
 
 class Searched(NamedTuple):
@@ -27,18 +37,56 @@ def predicted(run: Run) -> Prediction:
     with np.errstate(all="ignore"):
         prediction = planner.predict(run)
     _require_finite(prediction)
-    return prediction
+    return with_band(prediction, run.model, run.cluster)
 
 
 def searched(question: Question) -> Searched:
     """The answer to a question."""
     started_s = time.perf_counter()
     with np.errstate(all="ignore"):
-        answer = search(question)
+        found = answer(question)
     search_s = time.perf_counter() - started_s
-    for plan in answer.plans:
+    for plan in found.plans:
         _require_finite(plan)
-    return Searched(question, answer, search_s)
+    plans = tuple(with_band(plan, question.model, question.cluster) for plan in found.plans)
+    return Searched(question, found.changed(plans=plans), search_s)
+
+
+def explained(question: Question) -> Diagnosis:
+    """What makes a question infeasible, and the remedies."""
+    screen = console(errors=True)
+    with np.errstate(all="ignore"), Progress(screen) as progress:
+        return diagnosed(
+            question, lambda name: progress.show(f"tried {name}", 0.5) if screen.is_terminal else None
+        )
+
+
+def sized(question: Question, goal: Goal) -> tuple[Sizing, Searched]:
+    """What each number of devices leads to, and the whole answer for the one that reaches the goal; no plans where
+    none does. The question's own devices don't count."""
+    started_s = time.perf_counter()
+    counts, found, illegal = counts_to_try(question, goal), [], []
+    screen = console(errors=True)
+    with np.errstate(all="ignore"), Progress(screen) as progress:
+        for at, count in enumerate(counts):
+            if screen.is_terminal:
+                progress.show(f"searching {count:,} devices", at / len(counts))
+            each = tried(question, count)
+            if each is None:
+                illegal.append(count)
+            else:
+                found.append(each)
+    sizing = Sizing(goal=goal, tried=tuple(found), illegal=tuple(illegal))
+    if sizing.answer is None:
+        nothing = Answer(considered=0, judged=0, feasible=0, plans=(), why=(sizing.text,))
+        return sizing, Searched(question, nothing, time.perf_counter() - started_s)
+    best = searched(question.changed(devices=sizing.answer.devices))
+    # The whole answer balances more plans than the first one, so that its plan may be faster still.
+    plan = Tried(devices=sizing.answer.devices, plan=best.answer.plans[0])
+    rest = [each for each in found if each is not sizing.answer]
+    whole = sorted([plan, *rest], key=lambda each: each.devices)
+    sizing = sizing.changed(tried=tuple(whole))
+    return sizing, best._replace(search_s=time.perf_counter() - started_s)
 
 
 def _require_finite(prediction: Prediction) -> None:

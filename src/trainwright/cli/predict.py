@@ -8,7 +8,10 @@ EXAMPLE = "Example: trainwright predict run.toml --set recipe.micro_batch=2 --se
 
 
 def predict(run_file: RunFile, assignments: Assignments = None, as_json: AsJson = False) -> None:
-    """Predict memory and time of a run by cause. Exit status 1 where it doesn't fit."""
+    """Predict memory and time of a run by cause, and what takes from the peak until its MFU is left.
+
+    Exit status 1 where it doesn't fit.
+    """
     from trainwright.cli import files
     from trainwright.cli.planner import predicted
 
@@ -16,8 +19,9 @@ def predict(run_file: RunFile, assignments: Assignments = None, as_json: AsJson 
     prediction = predicted(run)
     if as_json:
         from trainwright.cli.output import show_json
+        from trainwright.spec.waterfall import waterfall_of
 
-        show_json(prediction.report())
+        show_json(prediction.report() | {"waterfall": waterfall_of(prediction).report()})
     else:
         from trainwright.cli.output import show
         from trainwright.present.plans import prediction_view

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainwright.plan.pipeline import Step, extrapolated, order_of
+from trainwright.plan.pipeline import FIRST_ROUNDS, Pipe, extrapolated
+from trainwright.plan.playing import Order, order_of
 
 
 class Cores(NamedTuple):
@@ -26,57 +27,40 @@ class Cores(NamedTuple):
         return self.compute_share * ranks_per_core + 1 - self.compute_share
 
 
-def shared_makespan(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    send_s: float,
-    shared: Cores,
-) -> float:
+def shared_makespan(pipe: Pipe, cores: Cores) -> float:
     """`pipeline.makespan` where ranks share cores. Rounds beyond the first few go at the last one's rate."""
-    if not math.isfinite(sum(forward_s) + sum(backward_s) + send_s):
+    if not pipe.is_finite:
         return math.inf
-    if pp == 1:
-        slower = max(1.0, shared.per_stage / shared.cores)
-        return num_microbatches * (sum(forward_s) + sum(backward_s)) * shared.stretch(slower)
-    return extrapolated(
-        lambda count: _play_shared(order_of(schedule, pp, vpp, count), pp, forward_s, backward_s, send_s, shared),
-        pp,
-        num_microbatches,
-    )
+    if pipe.pp == 1 and not pipe.pair_hides:
+        slower = max(1.0, cores.per_stage / cores.cores)
+        work = sum(pipe.forward_s) + sum(pipe.input_s) + sum(pipe.weight_s)
+        return pipe.num_microbatches * work * cores.stretch(slower)
+
+    def played_s(count: int) -> float:
+        order = order_of(pipe.schedule, pipe.pp, pipe.vpp, count)
+        return _play_shared(order, pipe.seconds_of(order.works), pipe.send_s, cores)
+
+    return extrapolated(pipe, played_s, FIRST_ROUNDS)
 
 
-def _play_shared(
-    order: tuple[Step, ...],
-    pp: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    send_s: float,
-    shared: Cores,
-) -> float:
-    rows: list[list[int]] = [[] for _ in range(pp)]
-    for place, step in enumerate(order):
-        rows[step.rank].append(place)
-    at = [0] * pp
+def _play_shared(order: Order, seconds: Sequence[float], send_s: float, cores: Cores) -> float:
+    at = [0] * len(order.rows)
     left: dict[int, float] = {}
-    """Seconds of work, as if alone, that are left of each rank's act."""
-    ends: dict[int, float] = {}
+    """Seconds of work, as if alone, that are left of each rank's turn."""
+    ends = {0: -math.inf}
     now = 0.0
-    while len(ends) < len(order):
+    while len(ends) <= len(order.turns):
         wakes = []
-        for rank in range(pp):
-            if rank in left or at[rank] == len(rows[rank]):
+        for rank, row in enumerate(order.rows):
+            if rank in left or at[rank] == len(row):
                 continue
-            step = order[rows[rank][at[rank]]]
-            arrival = 0.0 if step.waits_for < 0 else ends.get(step.waits_for, math.inf) + send_s
+            _, work, *waits, _ = order.turns[row[at[rank]] - 1]
+            arrival = max(ends.get(waited, math.inf) for waited in waits) + send_s
             if arrival <= now:
-                left[rank] = (forward_s if step.is_forward else backward_s)[step.stage]
+                left[rank] = seconds[work]
             elif arrival < math.inf:
                 wakes.append(arrival)
-        stretch = shared.stretch(max(1.0, len(left) * shared.per_stage / shared.cores))
+        stretch = cores.stretch(max(1.0, len(left) * cores.per_stage / cores.cores))
         least = min(left.values(), default=math.inf)
         wake = min(wakes, default=math.inf)
         if wake < now + least * stretch:
@@ -88,6 +72,6 @@ def _play_shared(
             left[rank] = each - least
             if each <= least * (1 + 1e-12):
                 del left[rank]
-                ends[rows[rank][at[rank]]] = now
+                ends[order.rows[rank][at[rank]]] = now
                 at[rank] += 1
     return now

@@ -1,15 +1,38 @@
-"""A table's candidates judged: which fit, and which are fastest.
+"""A table's candidates judged: which fit, and which are fastest. The one code path of `predict` and `search`.
 
 Memory and a lower bound of the step are known for all of them at once; a schedule is played only where the bound
-leaves a candidate in the race, best bound first, so the answer is that of playing every one.
+leaves a candidate in the race, best bound first, so the answer is that of playing every one. A step is the
+pipeline's makespan plus what stands around it: exposed dp communication, the optimizer, waiting for cores, for the
+slowest rank and for the host, and what the software takes beyond its operations.
+
+Candidates are taken in groups of one shape (`assembly.Shape`), whose stages are cut alike, so that all is arrays
+over (candidates, counts).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.plan.evaluate import Group, groups, lower_bounds, step_s, step_seconds
-from trainwright.plan.table import Floats, Table
-from trainwright.spec.ledger import SecondsCause
+from trainwright.plan import geometry, pipeline
+from trainwright.plan.assembly import (
+    Moments,
+    Shape,
+    assembly,
+    bounds,
+    largest_moments,
+    moments,
+    rank_types,
+    shape_of,
+)
+from trainwright.plan.collectives import collective_s
+from trainwright.plan.cores import Cores, shared_makespan
+from trainwright.plan.figures import PAIRED, Parts, insides
+from trainwright.plan.holding import ENOUGH_ROUNDS
+from trainwright.plan.memory import Held, moment_bytes
+from trainwright.plan.pipeline import Pipe
+from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
+from trainwright.spec.ledger import BytesCause, SecondsCause
+from trainwright.spec.schedule import SCHEDULES
 
 
 class Evaluation:
@@ -18,30 +41,97 @@ class Evaluation:
     def __init__(self, table: Table) -> None:
         rows = len(table.columns)
         self.table = table
-        self.groups: list[Group] = []
-        self.group_of = np.zeros(rows, dtype=np.intp)
-        self.place: NDArray[np.intp] = np.zeros(rows, dtype=np.intp)
-        """Where the row stands in its group."""
+        firsts, self._inside = insides(table)
+        self.parts = Parts.of(table.take(firsts))
+        """Of every different inside, as `figures` has them."""
+        self._figures = self.parts.figures()
+        self._at = table.columns.policy * len(firsts) + self._inside
+        """Where a row's figures stand among those of all policies."""
         self.peak_bytes: Floats = np.zeros(rows)
         self.bound_s: Floats = np.full(rows, np.inf)
-        for group in groups(table):
-            self.group_of[group.rows] = len(self.groups)
-            self.place[group.rows] = np.arange(len(group.rows))
-            self.peak_bytes[group.rows] = group.memory.total.max(axis=1)
-            self.bound_s[group.rows] = lower_bounds(group)
-            self.groups.append(group)
+        self._dp_s: Floats = np.zeros(rows)
+        self._optimizer_s: Floats = np.zeros(rows)
+        self._send_s = self._sends()
+        self._judge_all()
         self.fits: NDArray[np.bool_] = self.peak_bytes <= table.cluster.device.memory_bytes
         self._step_s: dict[int, float] = {}
 
-    def seconds(self, row: int) -> dict[SecondsCause, float]:
-        """Seconds of the row's step by cause."""
-        return step_seconds(self.groups[self.group_of[row]], int(self.place[row]))
+    def inside_of(self, row: int) -> int:
+        """Which of the insides a row has."""
+        return int(self._inside[row])
+
+    def shape(self, row: int) -> Shape:
+        """The shape of a row."""
+        c = self.table.columns
+        layers = self.table.policies[c.policy[row]].layers
+        return shape_of(self.table, SCHEDULE[c.schedule[row]], int(c.pp[row]), int(c.vpp[row]), layers)
+
+    def rank_bytes(self, row: int) -> list[dict[BytesCause, float]]:
+        """Bytes by cause of each pipeline rank at its peak."""
+        every = moments(self.shape(row), self._enough(row))
+        held, table = self._held(np.array([row])), self.table.take(np.array([row]))
+        by_cause = {
+            cause: value[:, 0] for cause, value in moment_bytes(table, self.shape(row), every, held).items()
+        }
+        total = sum(by_cause.values(), np.zeros(1))
+        ranks = []
+        for rank in range(int(self.table.columns.pp[row])):
+            places = np.flatnonzero(every.rank == rank)
+            at = places[total[places].argmax()]
+            ranks.append({cause: float(value[at]) for cause, value in by_cause.items()})
+        return ranks
+
+    def pipe(self, row: int, *, sends: bool = True, pairs: bool = True) -> Pipe:
+        """The row's pipeline, as it is played: without sends, or without what paired acts hide, where asked."""
+        figures, at = self._figures, self._at[row]
+        c, stages = self.table.columns, assembly(self.shape(row)).stages
+        overhead = self.table.cluster.rates.microbatch_overhead_s
+
+        def of_stages(values: Floats, more: float = 0.0) -> list[float]:
+            return (stages @ values[:, at] + more).tolist()
+
+        return Pipe(
+            schedule=SCHEDULE[c.schedule[row]],
+            pp=int(c.pp[row]),
+            vpp=int(c.vpp[row]),
+            num_microbatches=int(self.table.num_microbatches[row]),
+            forward_s=of_stages(figures.forward_s, overhead),
+            input_s=of_stages(figures.input_s, overhead),
+            weight_s=of_stages(figures.weight_s),
+            send_s=float(self._send_s[row]) if sends else 0.0,
+            blocking_sends=not self.table.recipe.overlap.pp,
+            forward_ep_s=of_stages(figures.forward_ep_s),
+            backward_ep_s=of_stages(figures.backward_ep_s),
+            pair_hides=self.table.cluster.rates.overlap.ep if pairs else 0.0,
+        )
 
     def step_s(self, row: int) -> float:
         """Seconds of the row's step, its schedule played."""
         if row not in self._step_s:
-            self._step_s[row] = step_s(self.groups[self.group_of[row]], int(self.place[row]))
+            makespan_s = pipeline.makespan(self.pipe(row))
+            around = self.around(row, makespan_s, self.sharing_s(row, makespan_s))
+            self._step_s[row] = makespan_s + sum(around.values())
         return self._step_s[row]
+
+    def around(self, row: int, makespan_s: float, sharing_s: float) -> dict[SecondsCause, float]:
+        """Seconds of the row's step beside the pipeline's makespan, of which `sharing_s` is waiting for cores."""
+        at = np.array([row])
+        arrays = self._around(at, np.array([makespan_s]), np.array([sharing_s]))
+        return {cause: float(value[0]) for cause, value in arrays.items()}
+
+    def sharing_s(self, row: int, makespan_s: float) -> float:
+        """What waiting for cores adds to the row's makespan, its schedule played."""
+        at = np.array([row])
+        if self._ranks_per_core(at)[0] <= 1:
+            return 0.0
+        work, waiting = (float(each[0]) for each in self._work(at))
+        node, c = self.table.cluster.node, self.table.columns
+        cores = Cores(
+            per_stage=min(float(self.table.world[row]), node.devices) / float(c.pp[row]),
+            cores=node.concurrent_devices,
+            compute_share=work / (work + waiting),
+        )
+        return max(shared_makespan(self.pipe(row), cores) - makespan_s, 0.0)
 
     def fastest(self, among: NDArray[np.bool_], top: int) -> list[int]:
         """The `top` fastest rows of `among`, fastest first; equals go by row."""
@@ -53,3 +143,126 @@ class Evaluation:
                 break
             best = sorted([*best, (self.step_s(row), row)])[:top]
         return [row for _, row in best]
+
+    def _enough(self, row: int) -> int:
+        """Microbatches that a row's moments are read off: all, or as many as fill every pipe."""
+        count, pp = int(self.table.num_microbatches[row]), int(self.table.columns.pp[row])
+        all_count = SCHEDULES[SCHEDULE[self.table.columns.schedule[row]]].forwards_first
+        return count if all_count else min(count, ENOUGH_ROUNDS * pp)
+
+    def _judge_all(self) -> None:
+        """Judge the rows in groups of one shape and number of microbatches to hold. They are put in order first,
+        so that a group is a slice."""
+        c, count = self.table.columns, self.table.num_microbatches
+        all_count = np.array([SCHEDULES[name].forwards_first for name in SCHEDULE])[c.schedule]
+        enough = np.where(all_count, count, np.minimum(count, ENOUGH_ROUNDS * c.pp))
+        layers = np.array([-1 if policy.layers is None else policy.layers for policy in self.table.policies])[
+            c.policy
+        ]
+        columns = np.stack([c.schedule, c.pp, c.vpp, layers, enough])
+        order = np.lexsort(columns)
+        columns = columns[:, order]
+        starts = np.flatnonzero(np.r_[True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)])
+        table = self.table.take(order)
+        dense, experts = Sharing.of(table), Sharing.of_experts(table) if table.model.is_moe else None
+        for start, end in zip(starts, np.r_[starts[1:], len(order)], strict=True):
+            group = slice(start, end)
+            shared = dense.take(group), experts and experts.take(group)
+            row = int(order[start])
+            self._judge(self.shape(row), int(enough[row]), order[group], table.take(group), *shared)
+
+    def _sends(self) -> Floats:
+        table = self.table
+        message = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
+        size, near = geometry.degree(table, "pp"), geometry.members(table, "pp")
+        return collective_s(table.cluster, "send", message, size, near)
+
+    def _held(self, places: NDArray[np.intp]) -> Held:
+        figures, at, inside = self._figures, self._at[places], self._inside[places]
+        return Held(
+            kept_bytes=figures.kept_bytes[:, at],
+            logits_bytes=figures.logits_bytes[:, inside],
+            weight_bytes=figures.weight_bytes[:, inside],
+            working_bytes=figures.working_bytes[:, at],
+            params=figures.params[:, inside],
+            expert_params=figures.expert_params[:, inside],
+        )
+
+    def _judge(
+        self,
+        shape: Shape,
+        microbatches: int,
+        places: NDArray[np.intp],
+        table: Table,
+        dense: Sharing,
+        experts: Sharing | None,
+    ) -> None:
+        """Memory, what stands around the pipeline, and the bound of the rows of one shape."""
+        held, figures, at = self._held(places), self._figures, self._at[places]
+        largest: Moments = largest_moments(shape, microbatches)
+        self.peak_bytes[places] = sum(moment_bytes(table, shape, largest, held).values(), np.zeros(1)).max(axis=0)
+        forward_s, input_s = figures.forward_s[:, at], figures.input_s[:, at]
+        backward_s = input_s + figures.weight_s[:, at]
+        dp_s, optimizer_s, layers = np.zeros(len(places)), np.zeros(len(places)), 2 * shape.num_kinds
+        for counts in rank_types(shape):
+            expert_params = counts @ held.expert_params if experts else np.zeros(1)
+            around = counts[layers:] @ held.params[layers:]
+            ranks = Ranks(counts @ held.params, expert_params, around, counts @ forward_s, counts @ backward_s)
+            dp_s = np.maximum(dp_s, dp_seconds(table, ranks, dense, experts))
+            optimizer_s = np.maximum(optimizer_s, optimizer_seconds(table, ranks))
+        self._dp_s[places], self._optimizer_s[places] = dp_s, optimizer_s
+        work_s = forward_s + backward_s
+        if shape.schedule in PAIRED:
+            hides = table.cluster.rates.overlap.ep
+            work_s = work_s - hides * (figures.forward_ep_s[:, at] + figures.backward_ep_s[:, at])
+        bound = self._bound(shape, table, forward_s, input_s, work_s, self._send_s[places])
+        around = self._around(places, bound, self._least_sharing(places, bound))
+        self.bound_s[places] = sum(around.values(), bound)
+
+    def _bound(
+        self, shape: Shape, table: Table, forward_s: Floats, input_s: Floats, work_s: Floats, send_s: Floats
+    ) -> Floats:
+        counts, overhead = bounds(shape), table.cluster.rates.microbatch_overhead_s
+        work = table.num_microbatches * (counts.work @ work_s + overhead * counts.acts[:, None])
+        ways = counts.forward_before @ forward_s + counts.backward_after @ input_s + counts.sends[:, None] * send_s
+        return (work + ways).max(axis=0)
+
+    def _around(self, places: NDArray[np.intp], makespan: Floats, sharing: Floats) -> dict[SecondsCause, Floats]:
+        table, rates = self.table, self.table.cluster.rates
+        dp = self._dp_s[places]
+        optimizer = self._optimizer_s[places] * np.maximum(self._ranks_per_core(places), 1.0)
+        doublings = np.log2(np.maximum(table.world[places] / table.cluster.node.devices, 1.0))
+        step = makespan + dp + optimizer + sharing
+        straggling = step * rates.straggling_per_doubling * doublings
+        return {
+            "dp": dp,
+            "optimizer": optimizer,
+            "core_sharing": sharing,
+            "straggling": straggling,
+            "software": (step + straggling) * (rates.time_factor - 1),
+            "host": np.full(len(makespan), rates.step_overhead_s),
+        }
+
+    def _ranks_per_core(self, places: Ints | NDArray[np.intp]) -> Floats:
+        node = self.table.cluster.node
+        return np.minimum(self.table.world[places], node.devices) / node.concurrent_devices
+
+    def _work(self, places: NDArray[np.intp]) -> tuple[Floats, Floats]:
+        """Seconds of a step that want a core, and that wait in collectives, averaged over pipeline ranks."""
+        figures, total = self._figures, np.zeros((len(places), 2))
+        seconds = figures.forward_s + figures.input_s + figures.weight_s
+        for place, row in enumerate(places.tolist()):
+            counts, at = assembly(self.shape(row)).stages.sum(axis=0), self._at[row]
+            whole, work = counts @ seconds[:, at], counts @ figures.work_s[:, at]
+            pp, count = self.table.columns.pp[row], self.table.num_microbatches[row]
+            acts = 2 * self.table.columns.vpp[row] * self.table.cluster.rates.microbatch_overhead_s
+            total[place] = (work / pp + acts) * count, (whole - work) / pp * count
+        return total[:, 0], total[:, 1]
+
+    def _least_sharing(self, places: NDArray[np.intp], makespan: Floats) -> Floats:
+        """A lower bound of what waiting for cores adds to a makespan: all work of the node on all of its cores."""
+        shared = self._ranks_per_core(places)
+        if not np.any(shared > 1):
+            return np.zeros(len(places))
+        work, waiting = self._work(places)
+        return np.where(shared > 1, np.maximum(work * shared + waiting - makespan, 0.0), 0.0)

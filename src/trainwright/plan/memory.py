@@ -1,138 +1,164 @@
-"""Bytes of a rank by cause, over the pipeline's ranks: what each holds when it holds most.
+"""Bytes of a rank by cause, at the moments of the schedule at which it may hold most.
 
-Per parameter (P of them on a rank, s ranks in its shard group, sizes for bf16 with fp32 masters; the 16 bytes
-of arXiv:1910.02054 s3.1, with gradients kept in fp32):
+Per parameter (P of them on a rank, s ranks in its shard group; w bytes of a weight as layers read it, g of a
+gradient, u of all moments; for bf16 with fp32 masters 2, 4 and 8, the 16 bytes of arXiv:1910.02054 s3.1 with
+gradients kept in fp32):
 
     zero   compute copy   master    gradients   moments
-    0      2P             4P        4P          8P
-    1      2P             4P/s      4P          8P/s
-    2      2P             4P/s      4P/s        8P/s
-    3      gathered       4P/s      4P/s        8P/s
+    0      wP             4P        gP          uP
+    1      wP             4P/s      gP          uP/s
+    2      wP             4P/s      gP/s        uP/s
+    3      gathered       4P/s      gP/s        uP/s
 
-fp32 has no separate compute copy unless the masters are sharded. What is gathered for a while (zero 3: two
-layers; zero 2: one layer's whole gradient) counts as communication. Activations are the saved bytes of every
-layer for every microbatch that the schedule holds; full recompute holds each layer's input. On top of them comes
-the larger of the loss's working set and one layer's (with full recompute, its saved bytes too).
+Experts have their own s: the ranks that hold the same ones. fp32 has no separate compute copy unless the masters
+are sharded. Recipes with fewer bits keep cast copies beside the compute copy, in both orientations, or instead of
+it where `gather_fp8`. What is gathered for a while (zero 3: two layers, or all where nothing is resharded; zero 2:
+one layer's whole gradient, or one chunk's where the schedule works in rounds) counts as communication. Offloaded
+states lie in host memory and count nothing. Activations are what every layer keeps for every microbatch that the
+schedule holds. On top of them comes the larger of the loss's working set and one layer's.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainwright.plan.operations import Piece
-from trainwright.plan.table import RECOMPUTE, Floats, Table
+from trainwright.plan.assembly import Moments, Shape, assembly
+from trainwright.plan.table import Floats, Ints, Table
 from trainwright.spec.ledger import BytesCause
+
+ROUNDS = ("interleaved_1f1b", "breadth_first")
+"""Schedules in which zero 2 holds one chunk's whole gradients for a round of microbatches."""
 
 GATHERED_LAYERS = 2
 """FSDP holds the layer that computes and the one that is prefetched."""
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes by cause, each of shape (candidates, pp)."""
+class Held:
+    """Figures of pieces for each row of a table, (pieces, rows)."""
 
-    bytes: dict[BytesCause, Floats]
-
-    @property
-    def total(self) -> Floats:
-        return sum(self.bytes.values(), np.zeros(1))
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What a group of candidates with equal pp, vpp and schedule holds: arrays over (pp, kinds of layer)."""
-
-    layer_kinds: tuple[Piece, ...]
-    embedding: Piece
-    head: Piece
-    layers: Floats
-    """Layers of each kind on each rank, (pp, kinds)."""
-    held_layers: Floats
-    """Layers times the microbatches held of each, (candidates, pp, kinds)."""
-    held_inputs: Floats
-    """Microbatches held at the embedding by the first and at the head by the last rank, (candidates, 2)."""
+    kept_bytes: Floats
+    logits_bytes: Floats
+    """Kept like them, and counted apart."""
+    weight_bytes: Floats
+    working_bytes: Floats
+    params: Floats
+    expert_params: Floats
 
 
-def rank_memory(table: Table, holding: Holding) -> RankMemory:
-    """Bytes of every rank of the pipeline at its peak."""
-    recipe, shards = table.recipe, table.shards[:, None]
-    zero = table.columns.zero[:, None]
-    params = _params(table, holding)
+def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[BytesCause, Floats]:
+    """Bytes by cause, each (moments, rows)."""
+    activations, logits = _activations(shape, at, held)
+    dense, experts = at.params @ held.params, at.params @ held.expert_params
+    tensors = _states(table, dense, table.shards, held.params, at)
+    if table.model.is_moe:
+        for cause, value in _states(table, experts, table.expert_shards, 0 * held.params, at).items():
+            tensors[cause] = tensors[cause] + value
+    communication = _communication(table, shape, at, held, activations + logits)
+    tensors |= {"activations": activations, "logits": logits, "communication": communication}
+    cluster = table.cluster
+    framework = np.full_like(activations, cluster.framework_bytes)
+    if cluster.allocator_fraction:
+        framework += cluster.allocator_fraction * sum(tensors.values(), np.zeros(1))
+    return {**tensors, "framework": framework}
+
+
+def _weight_bytes(table: Table) -> float:
+    """Bytes of a weight as it is gathered."""
+    recipe = table.recipe
+    return 2 * recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
+
+
+def _states(
+    table: Table, params: Floats, shards: Ints, own_params: Floats, at: Moments
+) -> dict[BytesCause, Floats]:
+    """Bytes of the states of `params` (moments, rows) parameters that are cut over `shards` ranks."""
+    recipe, zero = table.recipe, table.columns.zero
     master, size = recipe.master_bytes, recipe.compute_bytes
-    sharded = (zero >= 1) & (shards > 1)
-    copy = np.where(zero == 3, 0, size) * (sharded | (size < master))
-    # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast.
-    copy = np.where((zero == 3) & (shards == 1) & (size < master), size, copy)
-    largest_layer = np.max([piece.params + 0 * shards[:, 0] for piece in holding.layer_kinds], axis=0)[:, None]
-    gathered = np.where((zero == 3) & (shards > 1), GATHERED_LAYERS * size, 0)
-    reduced = np.where((zero >= 2) & (shards > 1), master, 0)
-    activations, logits = _activations(table, holding)
-    send_bytes = table.residual_tokens * table.model.d_model * size * (table.columns.pp > 1)
-    gather_bytes = table.tokens * table.model.d_model * size * (table.columns.tp > 1)
+    cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
+    held = cast if recipe.gather_fp8 else size + cast
+    away = recipe.optimizer.offload
+    needs_copy = ((zero >= 1) & (shards > 1)) | (size < master) | away
+    # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
+    # masters are away, it keeps its shard of the copy.
+    kept = np.where(shards == 1, held * ((size < master) | away), held / shards if away else 0.0)
+    copy = np.where(zero == 3, kept, held * needs_copy)
+    cut = np.where(zero >= 1, shards, 1)
+    moments: Floats | float = 2 * recipe.moment_bytes
+    if recipe.optimizer.name == "muon":
+        # One momentum for matrices; what stands around the layers has AdamW's two.
+        layers = own_params.shape[0] - at.num_around
+        around = at.params[:, layers:] @ own_params[layers:]
+        share = np.divide(around, params, out=np.zeros_like(params), where=params > 0)
+        moments = recipe.moment_bytes * (1 + np.clip(share, 0, 1))
+    on_device = 0 if away else 1
+    return {
+        "parameters": params * (copy + on_device * master / cut),
+        "gradients": params * (recipe.gradient_bytes / np.where(zero >= 2, shards, 1)),
+        "optimizer": params * (on_device / cut) * moments,
+    }
+
+
+def _communication(table: Table, shape: Shape, at: Moments, held: Held, activations: Floats) -> Floats:
+    """Buffers: of FSDP's gathers and reductions, of sends between stages and of tensor parallelism."""
+    recipe, zero = table.recipe, table.columns.zero
+    size, gradient = recipe.compute_bytes, recipe.gradient_bytes
+    layers = 2 * shape.num_kinds
+    send = table.residual_tokens * table.model.d_model * size * (table.columns.pp > 1)
+    gather = table.tokens * table.model.d_model * size * (table.columns.tp > 1)
+    buffers = np.broadcast_to(2 * send + gather, activations.shape)
+    if not np.any(zero >= 2):
+        return buffers
+
+    def unit(params: Floats, shards: Ints) -> tuple[Floats, Floats]:
+        """Bytes gathered, and bytes of whole gradients, of units of so many parameters."""
+        gathers = np.where((zero == 3) & (shards > 1), _weight_bytes(table), 0.0)
+        reduces = np.where((zero >= 2) & (shards > 1), gradient, 0.0)
+        return gathers * params, reduces * params
+
+    gathers, reduces = unit(held.params[:layers], table.shards)
+    if table.model.is_moe:
+        experts = unit(held.expert_params[:layers], table.expert_shards)
+        gathers, reduces = gathers + experts[0], reduces + experts[1]
+    # Layers that are not resharded stay gathered, all of the rank's.
+    stays = (zero == 3) & (table.columns.reshard == 0)
+    gathered_layers = GATHERED_LAYERS * gathers.max(axis=0)
+    if stays.any():
+        gathered_layers = np.where(stays, at.params[:, :layers] @ gathers, gathered_layers)
+    largest = gathered_layers + reduces.max(axis=0)
+    if shape.vpp > 1 and shape.schedule in ROUNDS:
+        made = assembly(shape)
+        chunks = made.stages[made.stage_of[at.rank]][:, :, :layers]
+        whole = np.array([(counts @ reduces).max(axis=0) for counts in chunks])
+        largest = np.where(zero == 2, whole, largest)
     # Embedding, norm and head are one unit around the layers: gathered all the time under zero 3, and reduced at
     # the end of backward, when the layers' activations are gone.
-    root = _root_params(table, holding)
-    at_the_end = np.maximum(root * np.where(reduced > 0, size + master, 0) - activations - logits, 0.0)
-    sharded_units = root * np.where(gathered > 0, size, 0) + np.maximum(
-        largest_layer * (gathered + reduced), at_the_end
+    around = at.params[:, layers:] @ held.params[layers:]
+    gathered, reduced = unit(around, table.shards)
+    end = np.maximum(np.where(reduced > 0, around * (size + gradient), 0.0) - activations, 0.0)
+    return gathered + np.maximum(largest, end) + buffers
+
+
+def _activations(shape: Shape, at: Moments, held: Held) -> tuple[Floats, Floats]:
+    """What is kept for backward with one layer's working set, and the logits with the loss's, (moments, rows)."""
+    activations, logits = at.whole @ held.kept_bytes, at.whole @ held.logits_bytes
+    if at.weight_only.any():
+        activations += at.weight_only @ held.weight_bytes
+    layers = 2 * shape.num_kinds
+    layer_working = _largest(held.working_bytes[:layers], at.running[:, :layers])
+    loss_working = _largest(held.working_bytes[layers:], at.running[:, layers:])
+    # The loss's backward is over before the first layer's begins, and its logits are gone: the larger is the peak.
+    gone = at.running @ held.logits_bytes
+    at_the_loss = loss_working + gone >= layer_working
+    return (
+        activations + np.where(at_the_loss, 0.0, layer_working),
+        logits + np.where(at_the_loss, loss_working, -gone),
     )
-    communication = sharded_units + 2 * send_bytes[:, None] + gather_bytes[:, None]
-    by_cause: dict[BytesCause, Floats] = {
-        "parameters": params * (copy + master / np.where(zero >= 1, shards, 1)),
-        "gradients": params * master / np.where(zero >= 2, shards, 1),
-        "optimizer": params * 2 * master / np.where(zero >= 1, shards, 1),
-        "activations": activations,
-        "logits": logits,
-        "communication": communication,
-        "framework": np.full_like(params, table.cluster.framework_bytes),
-    }
-    return RankMemory({cause: np.broadcast_to(value, params.shape) for cause, value in by_cause.items()})
 
 
-def rank_params(table: Table, holding: Holding) -> Floats:
-    """Parameters of each pipeline rank after tensor parallelism, before sharding, (candidates, pp)."""
-    return _params(table, holding)
-
-
-def _params(table: Table, holding: Holding) -> Floats:
-    rows = len(table.columns)
-    per_kind = np.stack([piece.params + np.zeros(rows) for piece in holding.layer_kinds], axis=1)
-    params = np.einsum("nk,rk->nr", per_kind, holding.layers)
-    params[:, 0] += holding.embedding.params
-    params[:, -1] += holding.head.params
-    if table.model.tied_embeddings and params.shape[1] > 1:
-        params[:, -1] += holding.embedding.params  # the head's stage holds its own copy of the table
-    return params
-
-
-def _root_params(table: Table, holding: Holding) -> Floats:
-    """Parameters around the layers on each pipeline rank, (candidates, pp)."""
-    root = np.zeros((len(table.columns), len(holding.layers)))
-    root[:, 0] += holding.embedding.params
-    root[:, -1] += holding.head.params
-    return root
-
-
-def _activations(table: Table, holding: Holding) -> tuple[Floats, Floats]:
-    rows = len(table.columns)
-    recompute = table.columns.recompute
-    full = recompute == RECOMPUTE.index("full")
-    selective = recompute == RECOMPUTE.index("selective")
-    kept, working = [], []
-    for piece in holding.layer_kinds:
-        saved = piece.saved_bytes + np.zeros(rows)
-        kept.append(np.where(full, piece.input_bytes, saved - selective * piece.statistics_bytes))
-        # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
-        working.append(piece.working_bytes + np.where(full, saved - piece.input_bytes, 0.0))
-    activations = np.einsum("nk,nrk->nr", np.stack(kept, axis=1), holding.held_layers)
-    layer_working = np.broadcast_to(np.max(working, axis=0)[:, None], activations.shape).copy()
-    logits = np.zeros_like(activations)
-    logits[:, -1] = holding.held_inputs[:, 1] * holding.head.working_bytes
-    # The loss's backward is over before the first layer's begins: the larger of the two is the peak.
-    at_the_loss = logits >= layer_working
-    activations += np.where(at_the_loss, 0.0, layer_working)
-    logits = np.where(at_the_loss, logits, 0.0)
-    activations[:, 0] += holding.held_inputs[:, 0] * holding.embedding.saved_bytes
-    # The head's backward follows its forward at once: its saved input is held for one microbatch.
-    activations[:, -1] += holding.held_inputs[:, 1] * holding.head.saved_bytes
-    return activations, logits
+def _largest(values: Floats, counts: Floats) -> Floats:
+    """The largest of the pieces' values, (pieces, rows), that stand on each moment's rank, (moments, rows)."""
+    largest = np.zeros((len(counts), values.shape[1]))
+    for value, has in zip(values, (counts > 0).T, strict=True):
+        np.maximum(largest, has[:, None] * value, out=largest)
+    return largest

@@ -1,187 +1,163 @@
-"""Plays a pipeline schedule's rows, act by act: how long a step takes and how many microbatches are held.
+"""How long a pipeline's step takes: its schedule's rows, played with the seconds of every stage.
 
-An act starts when its rank is free and its input has arrived. Sooner or later a full pipe repeats itself: every
-act of a round of pp microbatches ends as much later as its like in the round before. From there on nothing new
-can happen, so the rounds that are left are added without playing them. `bounds` is what a search needs first: a
-lower bound for many candidates at once.
+`makespan` plays as much as needs to be played (`plan/repetition.py`), `timeline` all of it. What a search needs
+first, a lower bound for many candidates at once, is in `plan/bounds.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from trainwright.plan.table import Floats
-from trainwright.spec.schedule import SCHEDULES, Act, Rows
+from trainwright.plan.flow import flow_makespan
+from trainwright.plan.playing import Order, Work, order_of, play, rows_of, turns_of
+from trainwright.plan.repetition import steady_of
+from trainwright.spec.schedule import SCHEDULES, Act
 
 FIRST_ROUNDS = 4
-"""Rounds of pp microbatches that are played before looking for repetition; doubled until it is found."""
+"""Times pp microbatches that are played before looking for repetition; doubled until it is found."""
+
+MOST_ROUNDS = 256
+"""The same where all forwards come first: from then on the rest goes at the last round's rate."""
+
+MOST_ACTS = 1 << 17
+"""Where no repetition is found in that many acts, the rest goes at the rate of the last pp microbatches."""
 
 
-MOST_ROUNDS = 64
-"""Where no repetition is found by then, the rest goes at the last round's rate."""
+@dataclass(frozen=True)
+class Pipe:
+    """A schedule, and the seconds of its acts on each stage of the model."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    num_microbatches: int
+    forward_s: Sequence[float]
+    input_s: Sequence[float]
+    """Of the input gradient; a whole backward takes input_s + weight_s."""
+    weight_s: Sequence[float]
+    send_s: float
+    """Of an activation's (or gradient's) way to another rank."""
+    blocking_sends: bool = False
+    """The sender waits for it too."""
+    forward_ep_s: Sequence[float] = ()
+    """Of forward_s, what is communication that another act may hide if paired; empty: nothing."""
+    backward_ep_s: Sequence[float] = ()
+    """Of input_s + weight_s, the same."""
+    pair_hides: float = 0.0
+    """Of what two paired acts could hide of each other's communication, the part that they do."""
+
+    def seconds_of(self, works: Sequence[Work]) -> list[float]:
+        """Of each turn's work."""
+        by_kind = {
+            "F": self.forward_s,
+            "I": self.input_s,
+            "W": self.weight_s,
+            "B": [one + other for one, other in zip(self.input_s, self.weight_s, strict=True)],
+        }
+        return [
+            sum(by_kind[kind][stage] for kind, stage in work) - (self._hidden_s(work) if len(work) > 1 else 0.0)
+            for work in works
+        ]
+
+    def _hidden_s(self, pair: Work) -> float:
+        """A pair is as long as both its acts, less what communication of either runs beside compute."""
+        whole = communication = 0.0
+        for kind, stage in pair:
+            forward = kind == "F"
+            part = self.forward_ep_s if forward else self.backward_ep_s
+            communication += part[stage] if part else 0.0
+            whole += self.forward_s[stage] if forward else self.input_s[stage] + self.weight_s[stage]
+        return self.pair_hides * min(communication, whole - communication)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(sum(self.forward_s) + sum(self.input_s) + sum(self.weight_s) + self.send_s)
 
 
-class Step(NamedTuple):
-    """An act in playing order."""
+class Played(NamedTuple):
+    """An act of a step in time; two that are paired have the same."""
 
     rank: int
     stage: int
-    is_forward: bool
-    waits_for: int
-    """Place in the order of the act on another stage whose output it needs; -1 for none."""
-    sends: bool
+    act: Act
+    start_s: float
+    end_s: float
 
 
-def makespan(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    send_s: float,
-    *,
-    blocking_sends: bool = False,
-) -> float:
-    """Seconds from the first act to the last.
-
-    forward_s, backward_s: seconds of an act on each of the pp * vpp stages; send_s: seconds of one activation's
-    (or gradient's) way to the next rank. With blocking_sends the sender waits for it too.
-    """
-    if pp == 1:
-        return num_microbatches * (sum(forward_s) + sum(backward_s))
-    rounds, rest = divmod(num_microbatches, pp)
-
-    def play(count: int) -> float:
-        order = order_of(schedule, pp, vpp, count)
-        return _play(order, pp, forward_s, backward_s, send_s, blocking_sends)[1]
-
+def makespan(pipe: Pipe) -> float:
+    """Seconds from the first act to the last, infinite where an act is."""
+    if not pipe.is_finite:
+        return math.inf
+    rounds, rest = divmod(pipe.num_microbatches, pipe.pp)
+    if SCHEDULES[pipe.schedule].forwards_first:
+        return extrapolated(pipe, lambda count: _flown(pipe, count), MOST_ROUNDS)
     played = FIRST_ROUNDS
-    while schedule != "gpipe" and played < min(rounds, MOST_ROUNDS):
-        # Rounds are left out in the middle, so that a rest of num_microbatches % pp stays at the end.
-        order = order_of(schedule, pp, vpp, played * pp + rest)
-        ends, last = _play(order, pp, forward_s, backward_s, send_s, blocking_sends)
-        period_s = _period_s(order, ends, pp, vpp)
-        if period_s is not None:
-            return last + (rounds - played) * period_s
+    while played < rounds and _num_acts(pipe, played * pipe.pp + rest) <= MOST_ACTS:
+        seconds = _repeated(pipe, played * pipe.pp + rest)
+        if seconds is not None:
+            return seconds
         played *= 2
-    return extrapolated(play, pp, num_microbatches, rounds=played)
+    return extrapolated(pipe, lambda count: _played(pipe, count)[2], played)
 
 
-def extrapolated(
-    play: Callable[[int], float], pp: int, num_microbatches: int, rounds: int = FIRST_ROUNDS
-) -> float:
-    """`play` of a number of microbatches: of all, or of some `rounds` with the rest at the last one's rate."""
-    wanted, rest = divmod(num_microbatches, pp)
+def _flown(pipe: Pipe, num_microbatches: int) -> float:
+    """The whole makespan where all forwards come first."""
+    backward_s = [one + other for one, other in zip(pipe.input_s, pipe.weight_s, strict=True)]
+    return flow_makespan(
+        pipe.pp,
+        num_microbatches,
+        pipe.forward_s,
+        backward_s,
+        pipe.send_s,
+        blocking_sends=pipe.blocking_sends,
+    )
+
+
+def _num_acts(pipe: Pipe, num_microbatches: int) -> int:
+    return 3 * pipe.pp * pipe.vpp * num_microbatches
+
+
+def _played(pipe: Pipe, num_microbatches: int) -> tuple[Order, list[float], float]:
+    order = order_of(pipe.schedule, pipe.pp, pipe.vpp, num_microbatches)
+    seconds = pipe.seconds_of(order.works)
+    return order, *play(order, seconds, pipe.send_s, blocking_sends=pipe.blocking_sends)
+
+
+def _repeated(pipe: Pipe, played: int) -> float | None:
+    """The makespan, by playing so many microbatches and adding rounds; None where they don't repeat."""
+    among: tuple[int, ...] = ()
+    while steady := steady_of(pipe.schedule, pipe.pp, pipe.vpp, played):
+        _, ends, last = _played(pipe, played)
+        period = steady.period(ends, among)
+        if period is None:
+            return None
+        rounds, shift_s = period
+        missing, odd = divmod(pipe.num_microbatches - played, rounds * steady.microbatches)
+        if not odd:
+            return last + missing * shift_s
+        # Play as many more as don't fill a period.
+        played, among = played + odd, (rounds,)
+    return None
+
+
+def extrapolated(pipe: Pipe, played_s: Callable[[int], float], rounds: int) -> float:
+    """`played_s` of all microbatches: played, or from `rounds` times pp on at the last pp's rate."""
+    wanted, rest = divmod(pipe.num_microbatches, pipe.pp)
     if wanted <= rounds + 1:
-        return play(num_microbatches)
-    shorter, longer = (play(count * pp + rest) for count in (rounds, rounds + 1))
+        return played_s(pipe.num_microbatches)
+    shorter, longer = (played_s(count * pipe.pp + rest) for count in (rounds, rounds + 1))
     return longer + (wanted - rounds - 1) * (longer - shorter)
 
 
-def bounds(
-    pp: int, vpp: int, num_microbatches: int, forward_s: Floats, backward_s: Floats, send_s: Floats
-) -> Floats:
-    """A lower bound of `makespan`, (candidates,), from acts of shape (candidates, pp * vpp).
-
-    For each rank: the way of the first microbatch to it, all its work, and the way of the last gradient from it.
-    Equal stages and free sends reach the bound under 1F1B.
-    """
-    candidates = len(forward_s)
-    forward = forward_s.reshape(candidates, vpp, pp)
-    backward = backward_s.reshape(candidates, vpp, pp)
-    work = num_microbatches * (forward + backward).sum(axis=1)
-    # Rank r first waits for its chunk 0, and after its last act of chunk 0 the gradient still goes to rank 0.
-    hops = np.arange(pp) * send_s[:, None]
-    before = np.cumsum(forward[:, 0, :], axis=1) - forward[:, 0, :] + hops
-    after = np.cumsum(backward[:, 0, :], axis=1) - backward[:, 0, :] + hops
-    return (before + work + after).max(axis=1)
-
-
-def in_flight(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """For each rank and chunk, microbatches whose activations the rank holds when it holds most in all."""
-    if schedule == "gpipe":
-        return ((num_microbatches,) * vpp,) * pp
-    # Two rounds fill the pipe; more don't hold more.
-    played = min(num_microbatches, 2 * pp)
-    return tuple(_most_held(row, vpp) for row in _rows(schedule, pp, vpp, played))
-
-
-@lru_cache(maxsize=4096)
-def _most_held(row: tuple[Act, ...], vpp: int) -> tuple[int, ...]:
-    held, most = [0] * vpp, [0] * vpp
-    for act in row:
-        held[act.chunk] += 1 if act.kind == "F" else -1
-        if sum(held) > sum(most):
-            most = list(held)
-    return tuple(most)
-
-
-@lru_cache(maxsize=256)
-def _rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> Rows:
-    return SCHEDULES[schedule](pp, vpp, num_microbatches)
-
-
-@lru_cache(maxsize=256)
-def order_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[Step, ...]:
-    """All ranks' acts in an order in which each comes after what it waits for."""
-    rows = _rows(schedule, pp, vpp, num_microbatches)
-    last = pp * vpp - 1
-    places: dict[tuple[bool, int, int], int] = {}
-    at = [0] * pp
-    order: list[Step] = []
-    total = sum(map(len, rows))
-    while len(order) < total:
-        before = len(order)
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                kind, microbatch, chunk = row[at[rank]]
-                is_forward, stage = kind == "F", chunk * pp + rank
-                waits, ahead = (stage > 0, stage - 1) if is_forward else (stage < last, stage + 1)
-                place = places.get((is_forward, microbatch, ahead)) if waits else -1
-                if place is None:
-                    break
-                places[is_forward, microbatch, stage] = len(order)
-                order.append(Step(rank, stage, is_forward, place, stage < last if is_forward else stage > 0))
-                at[rank] += 1
-        assert len(order) > before, f"schedule {schedule} deadlocks at {pp=} {vpp=} {num_microbatches=}"
-    return tuple(order)
-
-
-def _play(
-    order: tuple[Step, ...],
-    pp: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    send_s: float,
-    blocking_sends: bool,
-) -> tuple[list[float], float]:
-    """When each act ends, and when the last rank is free."""
-    free = [0.0] * pp
-    ends: list[float] = []
-    for rank, stage, is_forward, waits_for, sends in order:
-        start = free[rank]
-        if waits_for >= 0:
-            arrival = ends[waits_for] + send_s
-            if arrival > start:
-                start = arrival
-        end = start + (forward_s[stage] if is_forward else backward_s[stage])
-        ends.append(end)
-        free[rank] = end + send_s if sends and blocking_sends else end
-    return ends, max(free)
-
-
-def _period_s(order: tuple[Step, ...], ends: list[float], pp: int, vpp: int) -> float | None:
-    """Seconds by which every act of the last round before the pipe drains ends after its like one round earlier;
-    None where they differ, as while a slow path still catches up."""
-    of_rank: list[list[tuple[bool, float]]] = [[] for _ in range(pp)]
-    for step, end in zip(order, ends, strict=True):
-        of_rank[step.rank].append((step.is_forward, end))
-    acts = 2 * pp * vpp
-    shifts = []
-    for row in of_rank:
-        drain = max(place for place, (is_forward, _) in enumerate(row) if is_forward) + 2
-        shifts += [row[place][1] - row[place - acts][1] for place in range(drain - acts, drain)]
-    return shifts[0] if max(shifts) - min(shifts) <= 1e-9 * shifts[0] else None
+def timeline(pipe: Pipe) -> tuple[Played, ...]:
+    """Every act of the step, in an order in which each comes after what it waits for; all of it is played."""
+    order, ends, _ = _played(pipe, pipe.num_microbatches)
+    seconds = pipe.seconds_of(order.works)
+    rows = rows_of(pipe.schedule, pipe.pp, pipe.vpp, pipe.num_microbatches)
+    acts = [turns_of(row) for row in rows]
+    return tuple(
+        Played(rank, stage, act, end - seconds[work], end)
+        for (rank, work, *_), end in zip(order.turns, ends[1:], strict=True)
+        for act, (_, stage) in zip(next(acts[rank]), order.works[work], strict=True)
+    )

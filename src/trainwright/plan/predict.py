@@ -1,16 +1,16 @@
 """One run predicted: the table of length one, as a `Prediction`."""
 
-import numpy as np
-
+from trainwright.plan.assembly import assembly
+from trainwright.plan.causes import flops_recomputed, step_seconds
 from trainwright.plan.evaluation import Evaluation
-from trainwright.plan.table import Floats, Table
+from trainwright.plan.flops import computed_flops
+from trainwright.plan.table import Table
 from trainwright.spec.answers import Prediction, StageMemory
 from trainwright.spec.cluster import Format
 from trainwright.spec.errors import reject
-from trainwright.spec.ledger import BytesCause, Ledger, SecondsCause
+from trainwright.spec.ledger import Ledger, SecondsCause
 from trainwright.spec.model import FlopConvention
 from trainwright.spec.run import Run
-from trainwright.spec.stages import layers_of_stages
 from trainwright.spec.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 CONVENTION: FlopConvention = "full"
@@ -28,18 +28,16 @@ def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Predicti
     """The `Prediction` of one row of a table."""
     table = evaluation.table
     layout, recipe = table.layout(row), table.recipe_of(row)
-    group = evaluation.groups[evaluation.group_of[row]]
-    at = int(evaluation.place[row])
-    stages = _stages(group.memory.bytes, at, table.model.num_layers, layout.pp, layout.vpp)
+    stages = _stages(evaluation, row)
     fullest = max(stages, key=lambda stage: stage.ledger.total_bytes)
-    seconds = _tidy(evaluation.seconds(row))
+    seconds = _tidy(step_seconds(evaluation, row))
     fmt: Format = recipe.matmul_format
     peak = table.cluster.peak(fmt)
     if peak is None:
         reject("recipe.precision", recipe.precision, f"{table.cluster.device.name} has no peak for it")
     flops = table.model.flops_per_token(recipe.seq_len, CONVENTION) * recipe.tokens_per_step / layout.world
     step_s = sum(seconds.values())
-    again = float(group.flops_recomputed[at])
+    again = flops_recomputed(evaluation, row)
     days = hours = cost = None
     if tokens is not None:
         total_s = -(-tokens // recipe.tokens_per_step) * step_s
@@ -57,6 +55,7 @@ def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Predicti
         peak_format=fmt,
         peak_flops_per_s=peak,
         model_flops_per_device=flops,
+        computed=computed_flops(evaluation, row, CONVENTION),
         capacity_bytes=table.cluster.device.memory_bytes,
         gpu_hours=hours,
         days=days,
@@ -69,15 +68,10 @@ def _tidy(seconds: dict[SecondsCause, float]) -> dict[SecondsCause, float]:
     return {cause: value if abs(value) > 1e-12 else 0.0 for cause, value in seconds.items()}
 
 
-def _stages(
-    by_cause: dict[BytesCause, Floats], row: int, num_layers: int, pp: int, vpp: int
-) -> tuple[StageMemory, ...]:
-    layers = np.array([len(held) for held in layers_of_stages(num_layers, pp * vpp)]).reshape(vpp, pp)
+def _stages(evaluation: Evaluation, row: int) -> tuple[StageMemory, ...]:
+    shape = evaluation.shape(row)
+    layers = assembly(shape).ranks[:, : 2 * shape.num_kinds].sum(axis=1)
     return tuple(
-        StageMemory(
-            pp_rank=rank,
-            layers=int(layers[:, rank].sum()),
-            ledger=Ledger(bytes={cause: float(value[row, rank]) for cause, value in by_cause.items()}),
-        )
-        for rank in range(pp)
+        StageMemory(pp_rank=rank, layers=int(layers[rank]), ledger=Ledger(bytes=by_cause))
+        for rank, by_cause in enumerate(evaluation.rank_bytes(row))
     )

@@ -2,28 +2,58 @@
 
 Everything that the planner computes is an array expression over these columns. Predicting one run is the
 table of length one; a search is the same code over a long one. Choices that all rows share (model, cluster,
-the rest of the recipe) stand beside the columns.
+the rest of the recipe) stand beside the columns. Names are kept as places in a tuple: the schedule's in SCHEDULE,
+the axes' order in ORDER, what is recomputed in the table's own `policies`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.spec.cluster import ClusterSpec
-from trainwright.spec.layout import Layout
+from trainwright.spec.layout import ORDERS, Layout
 from trainwright.spec.model import ModelSpec
-from trainwright.spec.recipe import Recipe
+from trainwright.spec.recipe import RECOMPUTE_OPS, Recipe, Recompute, RecomputeOp, ScheduleName
 from trainwright.spec.run import Run
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Rows = NDArray[np.intp] | NDArray[np.bool_] | slice
 
-RECOMPUTE = ("none", "selective", "full")
-SCHEDULE = ("1f1b", "interleaved_1f1b", "gpipe")
-"""Columns hold positions in these tuples."""
+SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
+ORDER = tuple(ORDERS)
 
-LAYOUT_COLUMNS = tuple(Layout.model_fields)
+DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")
+"""Columns that are numbers of the layout."""
+
+FULL = 1 << len(RECOMPUTE_OPS)
+"""The mark of full recompute beside those of single operations."""
+
+
+def marks(*ops: RecomputeOp) -> int:
+    """A set of recomputed operations as bits."""
+    return sum(1 << RECOMPUTE_OPS.index(op) for op in set(ops))
+
+
+class Policy(NamedTuple):
+    """What is recomputed, as a recipe says it."""
+
+    recompute: Recompute = "none"
+    ops: tuple[RecomputeOp, ...] = ("attention",)
+    layers: int | None = None
+    """Of each stage, with full recompute; None: all."""
+
+    @staticmethod
+    def of_recipe(recipe: Recipe) -> "Policy":
+        return Policy(recipe.recompute, recipe.recompute_ops, recipe.recompute_layers)
+
+    @property
+    def marks(self) -> int:
+        """The operations of a recomputed layer that run again, as bits."""
+        return {"none": 0, "selective": marks(*self.ops), "full": FULL}[self.recompute]
 
 
 @dataclass(frozen=True)
@@ -37,15 +67,20 @@ class Columns:
     ep: Ints
     etp: Ints
     dp: Ints
+    order: Ints
     micro_batch: Ints
     zero: Ints
-    recompute: Ints
+    replicas: Ints
+    """`Recipe.dp_replicate`."""
+    reshard: Ints
+    """1 for `Recipe.reshard_after_forward`."""
+    policy: Ints
     schedule: Ints
 
     def __len__(self) -> int:
         return len(self.tp)
 
-    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> "Columns":
+    def take(self, rows: Rows) -> "Columns":
         return Columns(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
@@ -58,55 +93,78 @@ class Table:
     recipe: Recipe
     """Fields that are columns are read from the columns; the rest holds for every row."""
     columns: Columns
+    policies: tuple[Policy, ...]
+    stage_layers: tuple[int, ...] = ()
+    """`Layout.stage_layers` of every row."""
 
     @staticmethod
     def of_run(run: Run) -> "Table":
         """The table of length one."""
         layout, recipe = run.layout, run.recipe
-        choices = {name: getattr(layout, name) for name in LAYOUT_COLUMNS} | {
+        choices = {name: getattr(layout, name) for name in DEGREES} | {
+            "order": ORDER.index(layout.order),
             "micro_batch": recipe.micro_batch,
             "zero": recipe.zero,
-            "recompute": RECOMPUTE.index(recipe.recompute),
+            "replicas": recipe.dp_replicate,
+            "reshard": recipe.reshard_after_forward,
+            "policy": 0,
             "schedule": SCHEDULE.index(recipe.schedule),
         }
         columns = Columns(**{name: np.array([value], dtype=np.int64) for name, value in choices.items()})
-        return Table(run.model, run.cluster, recipe, columns)
+        return Table(run.model, run.cluster, recipe, columns, (Policy.of_recipe(recipe),), layout.stage_layers)
 
-    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> "Table":
-        return Table(self.model, self.cluster, self.recipe, self.columns.take(rows))
+    def take(self, rows: Rows) -> "Table":
+        return replace(self, columns=self.columns.take(rows))
 
     def layout(self, row: int) -> Layout:
-        return Layout(**{name: int(getattr(self.columns, name)[row]) for name in LAYOUT_COLUMNS})
+        degrees = {name: int(getattr(self.columns, name)[row]) for name in DEGREES}
+        return Layout(**degrees, order=ORDER[self.columns.order[row]], stage_layers=self.stage_layers)
 
     def recipe_of(self, row: int) -> Recipe:
         columns = self.columns
+        policy = self.policies[columns.policy[row]]
         return self.recipe.changed(
             micro_batch=int(columns.micro_batch[row]),
             zero=int(columns.zero[row]),
-            recompute=RECOMPUTE[columns.recompute[row]],
+            dp_replicate=int(columns.replicas[row]),
+            reshard_after_forward=bool(columns.reshard[row]),
+            recompute=policy.recompute,
+            recompute_ops=policy.ops,
+            recompute_layers=policy.layers,
             schedule=SCHEDULE[columns.schedule[row]],
         )
 
-    @property
+    @cached_property
     def world(self) -> Ints:
         c = self.columns
         return c.tp * c.cp * c.pp * c.dp
 
-    @property
+    @cached_property
     def num_microbatches(self) -> Ints:
         return self.recipe.global_batch // (self.columns.micro_batch * self.columns.dp)
 
-    @property
+    @cached_property
     def tokens(self) -> Floats:
         """Tokens of one microbatch on one rank inside attention and MLP."""
         return self.columns.micro_batch * (self.recipe.seq_len / self.columns.cp)
 
-    @property
+    @cached_property
     def residual_tokens(self) -> Floats:
         """The same between them, where sequence parallelism cuts norms and residuals over tp."""
         return self.tokens / self.columns.tp if self.recipe.sequence_parallel else self.tokens
 
-    @property
+    @cached_property
     def shards(self) -> Ints:
         """Ranks that a sharded tensor is cut over: dp and cp, less the replicas of HSDP."""
-        return self.columns.dp * self.columns.cp // self.recipe.dp_replicate
+        return self.columns.dp * self.columns.cp // self.columns.replicas
+
+    @cached_property
+    def expert_replicas(self) -> Ints:
+        """Ranks that hold the same experts."""
+        c = self.columns
+        return np.maximum(c.tp * c.cp * c.dp // (c.ep * c.etp), 1)
+
+    @cached_property
+    def expert_shards(self) -> Ints:
+        """Ranks that a sharded tensor of the experts is cut over."""
+        return np.maximum(self.expert_replicas // self.columns.replicas, 1)

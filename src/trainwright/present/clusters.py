@@ -92,8 +92,8 @@ def fits_view(calibration: Calibration) -> RenderableType:
 
 def _numbers(cluster: ClusterSpec) -> tuple[RenderableType, RenderableType]:
     """Every number with the number of its source, and the sources."""
-    values = cluster.plain()
-    values.pop("provenance")
+    # What has its default is neutral and has no source.
+    values = cluster.model_dump(mode="json", exclude={"provenance"}, exclude_defaults=True)
     origins: dict[Provenance, str] = {}
     rows = []
     for field in numeric_fields(values):

@@ -3,14 +3,20 @@ and why."""
 
 from rich.console import Group, RenderableType
 
+from trainwright.present.diagnosis import diagnosis_view
+from trainwright.present.fronts import pareto_section, sizing_view
 from trainwright.present.parts import bars, bullets, facts, headline, section, table
+from trainwright.present.waterfall import waterfall_section
 from trainwright.spec.answers import Answer, Prediction
 from trainwright.spec.cluster import ClusterSpec
+from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import CONVENTION_TEXT, ModelSpec
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
+from trainwright.spec.sizing import Sizing
+from trainwright.spec.stages import sizes_text
 from trainwright.spec.units import bytes_text, count_text, scaled, seconds_text
 
 SHARDED_TEXT = {
@@ -19,16 +25,34 @@ SHARDED_TEXT = {
     2: "optimizer state and gradients sharded over dp (zero 2)",
     3: "parameters, gradients and optimizer state sharded over dp (zero 3)",
 }
-RECOMPUTE_TEXT = {
-    "none": "nothing recomputed",
-    "selective": "attention recomputed in backward",
-    "full": "every layer recomputed in backward",
+RECOMPUTED_TEXT = {
+    "attention": "attention",
+    "norm": "norms",
+    "activation": "activations",
+    "latent_up": "up-projections of latents",
+    "mlp": "MLPs",
+    "moe": "experts with their dispatch",
 }
+
+
+def plan_view(
+    question: Question, answer: Answer, search_s: float, sizing: Sizing | None, diagnosis: Diagnosis | None
+) -> RenderableType:
+    """All that `plan` answers: how many devices, where that was asked; the plans; why nothing fits."""
+    parts = [] if sizing is None else [sizing_view(sizing)]
+    if sizing is None or answer.plans:
+        parts.append(answer_view(question, answer, search_s))
+    if diagnosis is not None:
+        parts.append(diagnosis_view(diagnosis))
+    return Group(*parts)
 
 
 def answer_view(question: Question, answer: Answer, search_s: float) -> RenderableType:
     """The answer of a search: the fastest plan in full, a table of the others, why."""
-    searched = f"{answer.considered:,} plans considered, {answer.feasible:,} fit, in {seconds_text(search_s)}"
+    judged = f"{answer.judged:,} of them judged, " if answer.judged < answer.considered else ""
+    searched = (
+        f"{answer.considered:,} plans considered, {judged}{answer.feasible:,} fit, in {seconds_text(search_s)}"
+    )
     parts: list[RenderableType] = [_headline(question.model, question.cluster, question.devices, question.recipe)]
     if answer.plans:
         parts.append(_plan(answer.plans[0], question.tokens, question.model.is_moe))
@@ -36,6 +60,8 @@ def answer_view(question: Question, answer: Answer, search_s: float) -> Renderab
             parts.append(section(f"The {len(answer.plans)} fastest ({searched})", _ranking(answer.plans)))
         else:
             parts.append(section(f"Searched: {searched}"))
+        if len(answer.pareto) > 1:
+            parts.append(pareto_section(answer.pareto))
     else:
         parts.append(section(f"Nothing is feasible: {searched}"))
     if answer.why:
@@ -49,6 +75,7 @@ def prediction_view(run: Run, prediction: Prediction) -> RenderableType:
     parts = [
         _headline(run.model, run.cluster, run.layout.world, run.recipe),
         _plan(prediction, tokens, run.model.is_moe),
+        waterfall_section(prediction),
     ]
     if not prediction.fits:
         parts.append(
@@ -92,8 +119,10 @@ def _plan_facts(plan: Prediction, tokens: int | None, is_moe: bool) -> list[tupl
     peak = f"{scaled(plan.peak_flops_per_s, 'FLOP/s')} (dense {plan.peak_format} peak)"
     rows = [
         ("layout", layout_text(layout, is_moe)),
+        *([("stages", f"{sizes_text(layout.stage_layers)} layers")] if layout.stage_layers else []),
         ("recipe", recipe_text(recipe, layout)),
         ("step", seconds_text(plan.step_s)),
+        *_band_facts(plan),
         ("speed", f"{count_text(per_device * layout.world)} tokens/s, {per_device:,.1f} per device"),
         ("work", f"{scaled(plan.flops_per_s_per_device, 'FLOP/s')} per device"),
         ("MFU", f"{plan.mfu:.1%} of {peak}; HFU {plan.hfu:.1%}"),
@@ -102,6 +131,16 @@ def _plan_facts(plan: Prediction, tokens: int | None, is_moe: bool) -> list[tupl
     if tokens is not None:
         rows.append(("budget", budget_text(plan, tokens)))
     return rows
+
+
+def _band_facts(plan: Prediction) -> list[tuple[str, str]]:
+    """Where measured steps lie, and what makes that less certain."""
+    if plan.band is None:
+        return []
+    band = plan.band
+    between = f"{seconds_text(band.low_s)} to {seconds_text(band.high_s)}"
+    rows = [("", f"{between} holds {band.share:.0%} of measured steps of such runs")]
+    return rows + [("", f"note: {note}") for note in band.notes]
 
 
 def layout_text(layout: Layout, is_moe: bool) -> str:
@@ -120,12 +159,30 @@ def recipe_text(recipe: Recipe, layout: Layout) -> str:
     parts = [
         f"micro-batch {recipe.micro_batch}",
         f"{microbatches:,} microbatch{'es' if microbatches > 1 else ''} per step and rank",
-        SHARDED_TEXT[recipe.zero] if layout.dp * layout.cp > 1 else "no data parallelism",
-        RECOMPUTE_TEXT[recipe.recompute],
+        _sharded_text(recipe) if layout.dp * layout.cp > 1 else "no data parallelism",
+        recompute_text(recipe),
     ]
     if layout.pp > 1:
         parts.append(f"{recipe.schedule} schedule")
     return ", ".join(parts)
+
+
+def _sharded_text(recipe: Recipe) -> str:
+    text = SHARDED_TEXT[recipe.zero]
+    if recipe.zero == 3 and not recipe.reshard_after_forward:
+        text += ", gathered until backward"
+    return text if recipe.dp_replicate == 1 else f"{text} in {recipe.dp_replicate} replicas (HSDP)"
+
+
+def recompute_text(recipe: Recipe) -> str:
+    """What is computed again in backward, in words."""
+    if recipe.recompute == "none":
+        return "nothing recomputed"
+    if recipe.recompute == "selective":
+        return f"{', '.join(RECOMPUTED_TEXT[op] for op in recipe.recompute_ops)} recomputed in backward"
+    if recipe.recompute_layers is None:
+        return "every layer recomputed in backward"
+    return f"{recipe.recompute_layers} layer(s) of each stage recomputed in backward"
 
 
 def budget_text(plan: Prediction, tokens: int) -> str:

@@ -3,7 +3,7 @@
 The JSON keys of `Prediction.report` and `Answer.report` are a contract with scripts: they stay.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from trainwright.spec.base import Natural, Noun, Sequence
 from trainwright.spec.layout import Layout
@@ -18,6 +18,34 @@ class StageMemory(Noun):
     pp_rank: Natural
     layers: Natural
     ledger: Ledger
+
+
+class ComputedFlops(Noun):
+    """What a device computes of one kind in a step, what is done again left out, and what MFU counts of it."""
+
+    busiest_flops: float
+    """On the pipeline rank whose seconds the prediction has."""
+    mean_flops: float
+    """On a mean rank of the pipeline."""
+    at_peak_s: float
+    """Seconds of busiest_flops at the peaks of the number formats that they are computed in."""
+    counted_flops: float
+    """Of a mean device, under the convention."""
+
+
+WorkKind = Literal["matmul", "attention"]
+"""Causes of seconds that do a model's FLOPs."""
+
+
+class StepBand(Noun):
+    """Where a step's measured time lies, by how published runs lay about the planner's predictions of them."""
+
+    low_s: float
+    high_s: float
+    share: float
+    """Of measured steps that lie between."""
+    notes: Sequence[str] = ()
+    """What makes it wider, or is beyond what was measured."""
 
 
 class Prediction(Noun):
@@ -37,6 +65,10 @@ class Prediction(Noun):
     peak_flops_per_s: float
     model_flops_per_device: float
     """Of a step, under the convention."""
+    band: StepBand | None = None
+    """None where no published run is of its kind: on CPUs."""
+    computed: dict[WorkKind, ComputedFlops] = {}  # noqa: RUF012  (pydantic copies defaults)
+    """What is really computed, for the waterfall from peak to MFU (`spec/waterfall.py`)."""
     capacity_bytes: float
     """Memory of a device."""
     gpu_hours: float | None = None
@@ -93,27 +125,74 @@ class Prediction(Noun):
         }
         if not self.fits:
             values |= {"short_by_bytes": self.short_by_bytes, "cause": self.largest_bytes_cause}
+        if self.band is not None:
+            values |= {
+                "step_s_p10": self.band.low_s,
+                "step_s_p90": self.band.high_s,
+                "band_notes": list(self.band.notes),
+            }
         totals = {"gpu_hours": self.gpu_hours, "days": self.days, "cost_usd": self.cost_usd}
         return values | {key: value for key, value in totals.items() if value is not None}
+
+
+class Balanced(Noun):
+    """One of the plans whose layers were assigned to stages unevenly, and what its step was before."""
+
+    layout: Layout
+    """With its `stage_layers`."""
+    step_s: float
+    even_step_s: float
+
+    @property
+    def saves(self) -> float:
+        """Fraction of the even step."""
+        return 1 - self.step_s / self.even_step_s
+
+
+class Change(Noun):
+    """What the best plan would be if the question were another one."""
+
+    name: str
+    """Such as `twice the NICs`."""
+    plan: Prediction | None = None
+    """None where nothing fits then."""
+    text: str
+    """What changes, in a sentence."""
+
+    def report(self) -> dict[str, Any]:
+        """The JSON form, with stable keys."""
+        return {"change": self.name, "text": self.text, "plan": self.plan and self.plan.report()}
 
 
 class Answer(Noun):
     """What a search found."""
 
     considered: Natural
+    judged: Natural
+    """Of them, those whose memory was looked at: all, or of a great many those that may be near the fastest."""
     feasible: Natural
+    """Of the judged, those that fit."""
     plans: Sequence[Prediction]
     """Fastest first; empty where nothing fits."""
     why: Sequence[str]
+    pareto: Sequence[Prediction] = ()
+    """Plans that no other beats in both step time and memory, fastest first."""
+    balanced: Sequence[Balanced] = ()
+    """Of `plans` those that are faster with uneven stages than with the even ones that they were ranked with."""
+    changes: Sequence[Change] = ()
 
     def report(self, search_s: float) -> dict[str, Any]:
         """The JSON form, with stable keys. `search_s` is what the search took by the caller's clock."""
         return {
             "considered": self.considered,
+            "judged": self.judged,
             "feasible": self.feasible,
             "search_s": search_s,
             "plans": [plan.report() for plan in self.plans],
             "why": list(self.why),
+            "pareto": [plan.report() for plan in self.pareto],
+            "balanced": [each.plain() for each in self.balanced],
+            "changes": [each.report() for each in self.changes],
         }
 
 

@@ -19,6 +19,8 @@ from trainwright.spec.errors import reject
 Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 """Number formats that a device may have a matmul rate for."""
 
+AttentionKernel = Literal["flash", "flash_2", "flash_1", "unfused"]
+
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
@@ -117,6 +119,10 @@ class Fabric(Noun):
     """0: there is one node only."""
     nic_bytes_per_s: NonNegative = 0.0
     """Per NIC."""
+    link_sharp: bool = False
+    """The scale-up switches add up all_reduce (NVLS)."""
+    network_sharp: bool = False
+    """The network's switches do (SHARP)."""
 
     @model_validator(mode="after")
     def _check(self) -> "Fabric":
@@ -137,6 +143,25 @@ class CollectiveRate(Noun):
     bytes_per_s: Positive
 
 
+class OverlapRates(Noun):
+    """How much of its communication a program hides behind compute, where the recipe's switch is on."""
+
+    dp: Probability = 0.0
+    """Largest fraction of the reductions and gathers of zero 0 to 2 that hides, where there is compute enough."""
+    fsdp_norm: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """p in (compute^p + communication^p)^(1/p), what a step with zero 3 takes: 1 adds up, infinity hides all."""
+    tp: Probability = 0.0
+    """Of collectives of tp, with recipe.overlap.tp."""
+    cp: Probability = 0.0
+    """Of a ring's passes, cp_method=ring."""
+    ep: Probability = 0.0
+    """Of expert dispatch, with recipe.overlap.ep."""
+    ep_unasked: Probability = 0.0
+    """The same without it: behind shared experts and permutations."""
+    communication_sms: Natural = 0
+    """Streaming multiprocessors that kernels of hidden dispatch take from compute (DeepSeek-V3: 20)."""
+
+
 class Rates(Noun):
     """What real programs reach of the nominal figures."""
 
@@ -145,17 +170,43 @@ class Rates(Noun):
     matmul_half_dim: NonNegative = 0.0
     """h in the penalty for short dimensions, (1 + h/m)(1 + h/k)(1 + h/n) over that of the square matmul with the
     same FLOPs, which the curve describes."""
+    grouped: Annotated[float, Field(gt=0, le=1.2)] = 1.0
+    """Rate of grouped matmuls (experts) over that of one plain matmul of the same FLOPs, where experts are
+    large."""
+    grouped_half_rows: NonNegative = 0.0
+    """h in m / (m + h): how few tokens of an expert, m, slow grouped matmuls down."""
+    grouped_half_width: NonNegative = 0.0
+    """g in d / (d + g): the same for the narrower side of an expert's matrix, d."""
+    grouped_biased: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Rate of grouped matmuls of experts with biases, which miss the fused kernels, over that of those without."""
+    sustained: dict[Format, Annotated[float, Field(gt=0, le=1.2)]] = {}  # noqa: RUF012
+    """What matmuls keep of those rates through a whole training step, whose power limit and memory traffic short
+    measurements don't meet; absent ones keep all."""
     attention_forward: dict[Format, Curve]
     """Fraction of the format's matmul peak, causal FLOPs, against the sequence length. A format that is absent
     has the fraction of bf16, or of fp32 where there is no bf16."""
     attention_backward: dict[Format, Curve]
     """The same for backward, whose FLOPs count as 2.5 times forward's."""
+    attention_sustained: Annotated[float, Field(gt=0, le=1.2)] = 1.0
+    """What attention keeps of its curves through a whole training step."""
+    attention_kernels: dict[AttentionKernel, Annotated[float, Field(gt=0, le=1)]] = {}  # noqa: RUF012
+    """Rate of older generations over that of the curves, which are the newest's; absent ones are as fast.
+    unfused: fraction of the matmul peak that the two batched matmuls of scores and values reach; half where
+    absent."""
+    attention_half_head: NonNegative = 0.0
+    """h in d / (d + h) over 128 / (128 + h): how attention slows down for heads narrower than 128."""
     memory: Annotated[float, Field(gt=0, le=1)]
-    """Fraction of the memory bandwidth that long streams reach: optimizer, casts, gradient accumulation."""
+    """Fraction of the memory bandwidth that long streams reach: optimizer, gradient accumulation."""
     elementwise: dict[Format, Fraction] = {}  # noqa: RUF012  (pydantic copies defaults)
     """The same of a layer's elementwise operators, by number format of the activations; absent ones stream."""
     launch_s: NonNegative
-    """Fixed cost of one kernel or operator."""
+    """Fixed cost of one kernel or operator, on the device."""
+    host_launch_s: NonNegative = 0.0
+    """Host time to launch one: where it exceeds the device's time, the device waits."""
+    host_sync_s: NonNegative = 0.0
+    """What an MoE layer waits, forward and again backward, where the host must learn the tokens of each expert."""
+    graphs_remove: Probability = 0.6
+    """Fraction of host launches that partial CUDA graphs remove; full ones remove all."""
     link: Fraction
     """Fraction of the link bandwidth that large collectives reach (bus bandwidth over nominal)."""
     link_latency_s: NonNegative
@@ -165,8 +216,17 @@ class Rates(Noun):
     """Of one hop of a ring between nodes."""
     collectives: Sequence[CollectiveRate] = ()
     """Measured ones; they go before the formula from link and network."""
-    overlap: Probability = 0.0
-    """Largest fraction of dp communication that hides behind compute where there is compute enough."""
+    link_sharp_gain: Annotated[float, Field(ge=1, le=2)] = 1.0
+    """Bus bandwidth of all_reduce over that of a ring, where the scale-up switch adds (fabric.link_sharp)."""
+    network_sharp_gain: Annotated[float, Field(ge=1, le=2)] = 1.0
+    """The same between nodes (fabric.network_sharp)."""
+    serial_gather_s: NonNegative = 0.0
+    """With zero 1, what each shard costs where its owner broadcasts it and the owners take turns."""
+    all_to_all: Fraction = 1.0
+    """What all_to_all reaches of the bandwidth that rings do."""
+    time_factor: Annotated[float, Field(ge=0.5, le=2)] = 1.0
+    """Whole step of this software over what the model of its operations says: what no cause explains."""
+    overlap: OverlapRates = OverlapRates()
     straggling_per_doubling: NonNegative = 0.0
     """Fraction of a step that each doubling of the devices beyond one node adds by waiting for the slowest."""
     step_overhead_s: NonNegative = 0.0
@@ -191,8 +251,13 @@ class ClusterSpec(Noun):
     node: Node
     fabric: Fabric
     rates: Rates
+    software: str = ""
+    """Kind of training software that the rates are of, by its name in the catalogue; empty: none of them."""
     framework_bytes: Natural = 0
     """Memory of a device that the program can't use for tensors: context, communicator buffers, fragments."""
+    allocator_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What the allocator reserves beyond the tensors of the peak, as fragments and cached blocks, over their
+    bytes."""
     usd_per_device_hour: Positive | None = None
     failures_per_device_day: Positive | None = None
     provenance: dict[str, Provenance]
@@ -200,7 +265,8 @@ class ClusterSpec(Noun):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterSpec":
-        for field in numeric_fields(self.model_dump(exclude={"provenance"}, exclude_none=True)):
+        # What has its default is neutral: no effect that a source would have to vouch for.
+        for field in numeric_fields(self.model_dump(exclude={"provenance"}, exclude_defaults=True)):
             if not self.provenance_of(field):
                 reject("provenance", field, "has no source; add an entry for it or for the table it stands in")
         return self

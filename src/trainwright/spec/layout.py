@@ -1,7 +1,8 @@
 """How the ranks are arranged: the degree of each axis, a rank's coordinates, and the groups.
 
-Innermost to outermost the axes are tp, cp, pp, dp: neighbouring ranks are tensor-parallel peers, which need
-the fastest links. The rank count is tp * cp * pp * dp.
+Innermost are tp and cp: neighbouring ranks are tensor-parallel peers, which need the fastest links. Then come pp
+and dp (Llama 3's order), or dp and pp (Megatron-Core's and torchtitan's, which keeps expert and data parallelism
+inside nodes where tp is small). The rank count is tp * cp * pp * dp.
 
 Experts are NOT a fifth factor, unlike in the textbook product `gpus = tp * cp * pp * ep * dp`: within one
 pipeline stage the same tp * cp * dp ranks are re-read as a grid etp x ep x edp, innermost first, so ep is
@@ -12,12 +13,19 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from trainwright.spec.base import Count, Noun
+from trainwright.spec.base import Count, Natural, Noun, Sequence
 from trainwright.spec.errors import reject
 
 Axis = Literal["tp", "cp", "pp", "dp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
-"""Innermost first."""
+"""As a coordinate names them."""
+
+Order = Literal["tp-cp-pp-dp", "tp-cp-dp-pp"]
+ORDERS: dict[Order, tuple[Axis, ...]] = {
+    "tp-cp-pp-dp": ("tp", "cp", "pp", "dp"),
+    "tp-cp-dp-pp": ("tp", "cp", "dp", "pp"),
+}
+"""Axes, innermost first."""
 
 
 class Coordinate(NamedTuple):
@@ -39,6 +47,10 @@ class Layout(Noun):
     ep: Count = 1
     etp: Count = 1
     dp: Count = 1
+    order: Order = "tp-cp-pp-dp"
+    """Which ranks are neighbours: axes from the innermost to the outermost."""
+    stage_layers: Sequence[Natural] = ()
+    """Layers of each pipeline stage, in order; empty: as even as they go (`spec/stages.py`)."""
 
     @model_validator(mode="after")
     def _check(self) -> "Layout":
@@ -71,8 +83,9 @@ class Layout(Noun):
 
     def stride(self, axis: Axis) -> int:
         """Distance between the ranks of two neighbours on `axis`."""
+        axes = ORDERS[self.order]
         stride = 1
-        for inner in AXES[: AXES.index(axis)]:
+        for inner in axes[: axes.index(axis)]:
             stride *= self.degree(inner)
         return stride
 
@@ -90,3 +103,20 @@ class Layout(Noun):
         degree, stride = self.degree(axis), self.stride(axis)
         firsts = (rank for rank in range(self.world) if rank // stride % degree == 0)
         return tuple(tuple(first + at * stride for at in range(degree)) for first in firsts)
+
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ep groups, each a tuple of ranks in the order of their experts; every rank is in one.
+
+        Within a stage the tp * cp * dp ranks, in that order, are a grid of etp x ep x replicas, innermost first.
+        """
+        plane = [
+            Coordinate(tp, cp, 0, dp) for dp in range(self.dp) for cp in range(self.cp) for tp in range(self.tp)
+        ]
+        groups = []
+        for pp in range(self.pp):
+            ranks = [self.rank(coordinate._replace(pp=pp)) for coordinate in plane]
+            for block in range(0, len(ranks), self.etp * self.ep):
+                groups += [
+                    tuple(ranks[block + at : block + self.etp * self.ep : self.etp]) for at in range(self.etp)
+                ]
+        return tuple(groups)

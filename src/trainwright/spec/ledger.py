@@ -10,6 +10,7 @@ SecondsCause = Literal[
     "matmul",
     "attention",
     "elementwise",
+    "quantize",
     "launch",
     "recompute",
     "tp",
@@ -22,10 +23,12 @@ SecondsCause = Literal[
     "optimizer",
     "straggling",
     "host",
+    "software",
 ]
 """Causes of a step's seconds; they sum to the step.
 
 matmul, attention, elementwise  compute of forward and backward
+quantize      casts of activations, weights and gradients to fp8 or fp4
 launch        fixed cost of starting operations
 recompute     forward work done again in backward
 tp, cp, ep, pp, dp  communication of the axis that nothing hides (exposed)
@@ -33,7 +36,8 @@ bubble        waiting for other pipeline stages
 core_sharing  waiting for a core where a node has more ranks than cores
 optimizer     clipping and the update
 straggling    waiting for the slowest of many ranks
-host          the program around the operations: data, logging, Python
+host          the program around the operations: data, logging, Python, launches that the device waits for
+software      what this generation of software takes beyond all of these; negative where it is faster
 """
 
 BytesCause = Literal[
@@ -88,7 +92,17 @@ def _sum(left: Mapping[Cause, float], right: Mapping[Cause, float], sign: int) -
 
 
 SEEN_SECONDS: Mapping[str, tuple[SecondsCause, ...]] = {
-    "compute": ("matmul", "attention", "elementwise", "launch", "recompute", "core_sharing", "straggling"),
+    "compute": (
+        "matmul",
+        "attention",
+        "elementwise",
+        "quantize",
+        "launch",
+        "recompute",
+        "core_sharing",
+        "straggling",
+        "software",
+    ),
     "tp": ("tp",),
     "cp": ("cp",),
     "ep": ("ep",),

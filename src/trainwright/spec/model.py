@@ -16,6 +16,7 @@ counted of attention is the convention, which always has a name (`FlopConvention
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -292,11 +293,25 @@ class ModelSpec(Noun):
 
     def layer_counts(self) -> dict[LayerSpec, int]:
         """How often each different layer occurs, in order of first occurrence."""
+        return self.counted_layers
+
+    @cached_property
+    def counted_layers(self) -> dict[LayerSpec, int]:
+        """`layer_counts`, counted once."""
         counts: dict[LayerSpec, int] = {}
         for group in self.layer_groups:
             for layer in group.pattern:
                 counts[layer] = counts.get(layer, 0) + group.repeat
         return counts
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of every layer, in order, its place among the different ones."""
+        places = {layer: place for place, layer in enumerate(self.counted_layers)}
+        kinds: list[int] = []
+        for group in self.layer_groups:
+            kinds += [places[layer] for layer in group.pattern] * group.repeat
+        return tuple(kinds)
 
     @property
     def is_moe(self) -> bool:

@@ -4,14 +4,29 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from trainwright.spec.base import Count, Noun
+from trainwright.spec.base import Count, Natural, Noun, Sequence
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import nearest, reject
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import require_length
 
-SEARCHED = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch", "zero", "recompute", "schedule")
+SEARCHED = (
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "etp",
+    "dp",
+    "order",
+    "micro_batch",
+    "zero",
+    "dp_replicate",
+    "reshard_after_forward",
+    "recompute",
+    "schedule",
+)
 """Fields that the search chooses, unless the question fixes them."""
 
 
@@ -24,8 +39,10 @@ class Question(Noun):
     devices: Annotated[Count, Field(le=10_000_000)]
     recipe: Recipe
     tokens: Count | None = None
-    fixed: dict[str, int | str] = {}  # noqa: RUF012  (pydantic copies defaults)
+    fixed: dict[str, int | str | bool] = {}  # noqa: RUF012  (pydantic copies defaults)
     """Choices that are made already, by the names in SEARCHED."""
+    stage_layers: Sequence[Natural] = ()
+    """`Layout.stage_layers` of every candidate; empty: as even as they go."""
     top: Annotated[Count, Field(le=1000)] = 1
     """How many plans to return."""
 

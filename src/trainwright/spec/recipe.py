@@ -1,27 +1,46 @@
 """How it is trained: batch, precision, recompute, sharding, schedule, optimizer. What changes cost but not
 architecture."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability
-from trainwright.spec.cluster import Format
+from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
+from trainwright.spec.cluster import AttentionKernel, Format
 from trainwright.spec.errors import reject
 
-Precision = Literal["fp32", "bf16", "fp8", "fp64"]
+Precision = Literal[
+    "fp32", "bf16", "fp16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp64"
+]
+"""Of the linear layers' matmuls. The fp8 recipes differ in their scales: delayed and current have one per tensor
+(from past or present values), rowwise one per row, block one per 1x128 of activations and 128x128 of weights
+(DeepSeek-V3, arXiv:2412.19437 s3.3), mxfp8 one per 32 values (OCP MX 1.0), nvfp4 one per 16."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
 Recompute = Literal["none", "selective", "full"]
-ScheduleName = Literal["1f1b", "interleaved_1f1b", "gpipe"]
+RecomputeOp = Literal["attention", "norm", "activation", "latent_up", "mlp", "moe"]
+"""What selective recompute can do again: the attention core; norms; the activation between an MLP's matmuls; the
+up-projections of latent attention; a whole dense MLP; a whole MoE MLP, its dispatch included."""
+RECOMPUTE_OPS: tuple[RecomputeOp, ...] = get_args(RecomputeOp)
+
+ScheduleName = Literal[
+    "1f1b", "interleaved_1f1b", "gpipe", "breadth_first", "zb_h1", "zb_v", "dualpipe", "dualpipe_v"
+]
 
 
 class Optimizer(Noun):
-    """AdamW (arXiv:1711.05101) and the course of its learning rate.
+    """AdamW (arXiv:1711.05101) or Muon (AdamW for all that is no hidden matrix), and the course of its learning
+    rate.
 
     Warm-up is linear over warmup_steps. Then `cosine` falls to min_lr_fraction of lr at the last step, `wsd`
     stays and falls linearly over the last decay_fraction of the steps, `constant` stays.
     """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format that the moments are kept in; int8 has a scale per block of 256 (arXiv:2110.02861)."""
+    offload: bool = False
+    """Master weights and moments lie in host memory, where the update runs."""
     lr: Positive = 3e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -41,6 +60,10 @@ class Overlap(Noun):
     """Gathers and reductions of dp run beside the layers' compute."""
     pp: bool = True
     """Sends between stages run beside compute."""
+    tp: bool = False
+    """Collectives of tp run in pieces beside the matmuls that they feed (asynchronous tensor parallelism)."""
+    ep: bool = False
+    """Expert dispatch of one microbatch runs beside the compute of another (dual-batch overlap)."""
 
 
 class Recipe(Noun):
@@ -52,15 +75,56 @@ class Recipe(Noun):
     micro_batch: Count = 1
     """Sequences of one forward pass of one data-parallel rank."""
     precision: Precision = "bf16"
-    """Of matmuls. bf16 and fp8 keep fp32 master weights, gradients and moments; fp64 is for proofs."""
+    """Of matmuls. All but fp32 and fp64 keep fp32 master weights; fp64 is for proofs."""
+    gradient_format: Literal["fp32", "bf16"] = "fp32"
+    """Of gradients as they are accumulated and reduced; fp64 runs keep fp64."""
+    fused_accumulation: bool = False
+    """Weight gradients are added to those of the step inside the matmuls that make them, and not by a pass of its
+    own (Megatron-Core's gradient accumulation fusion)."""
     recompute: Recompute = "none"
-    """none; selective: the attention core is computed again in backward; full: every layer is."""
+    """none; selective: recompute_ops are computed again in backward; full: every layer is."""
+    recompute_ops: Annotated[Sequence[RecomputeOp], Field(min_length=1)] = ("attention",)
+    """What selective recompute does again."""
+    recompute_layers: Natural | None = None
+    """Full recompute of this many layers of each stage only; None: of all."""
     zero: Literal[0, 1, 2, 3] = 1
     """Sharded over dp*cp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
+    reshard_after_forward: bool = True
+    """With zero 3: gathered parameters are freed after forward and gathered again in backward."""
     dp_replicate: Count = 1
     """HSDP: shards are replicated this many times over dp; 1 shards over all of it."""
     sequence_parallel: bool = True
     """Norms and residuals are cut along the sequence over tp (arXiv:2205.05198)."""
+    cp_method: Literal["all_gather", "ring", "all_to_all"] = "all_gather"
+    """Keys and values of other cp ranks: gathered at once (Llama 3), passed round beside compute (ring attention,
+    arXiv:2310.01889), or heads exchanged for sequence (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+    attention_kernel: AttentionKernel = "flash"
+    """flash: the newest flash attention that the device runs; flash_2, flash_1: that generation; unfused: scores
+    are written to memory, and kept for backward."""
+    dropout: Probability = 0.0
+    """Of attention weights and of the two branches of a layer; above 0 its masks are kept for backward."""
+    loss_kernel: Literal["plain", "fused"] = "plain"
+    """plain: logits, their softmax in fp32 and its gradient are tensors of their own; fused: one kernel each way,
+    which writes the gradient over the logits."""
+    loss_chunks: Count = 1
+    """The loss is computed in this many pieces of the sequence, so that only one piece's logits are alive."""
+    cuda_graphs: Literal["none", "partial", "full"] = "none"
+    """Kernels are launched from captured graphs: none of them, those of static shape, or all."""
+    capacity_factor: Positive | None = None
+    """Tokens that an expert takes, over the mean; the rest is dropped. None drops none (dropless)."""
+    expert_imbalance: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """Dropless: tokens on the busiest rank of experts over the mean; 1 is forced balance."""
+    expert_matmuls: Literal["grouped", "sequential"] = "grouped"
+    """Experts of a rank are multiplied by one kernel, or by one matmul after another."""
+    dispatch: Literal["all_to_all", "hierarchical"] = "all_to_all"
+    """Tokens go to experts by one all-to-all, or once to each node over the network and on inside it (DeepEP)."""
+    dispatch_fp8: bool = False
+    """Tokens are dispatched to experts in fp8 (and combined in bf16)."""
+    gather_fp8: bool = False
+    """Parameters are gathered over dp in the low format that the matmuls read."""
+    activations_fp8: bool = False
+    """What an MLP's activation reads is kept for backward in the low format, and of the attention's output no cast
+    copy beside it (as DeepSeek-V3 does, arXiv:2412.19437 s3.3.3)."""
     schedule: ScheduleName = "1f1b"
     grad_clip: NonNegative = 1.0
     """Largest norm of the whole gradient, over all axes; 0 leaves the gradient as it is."""
@@ -72,6 +136,21 @@ class Recipe(Noun):
     def _check(self) -> "Recipe":
         if self.global_batch % self.micro_batch:
             reject("micro_batch", self.micro_batch, f"must divide global_batch={self.global_batch}")
+        if len(set(self.recompute_ops)) < len(self.recompute_ops):
+            reject("recompute_ops", list(self.recompute_ops), "names an operation twice")
+        if self.recompute_layers is not None and self.recompute != "full":
+            reject("recompute_layers", self.recompute_layers, f"needs recompute=full, not {self.recompute}")
+        if self.capacity_factor is not None and self.expert_imbalance > 1:
+            reject(
+                "expert_imbalance",
+                self.expert_imbalance,
+                "is for dropless routing; capacity_factor bounds the load",
+            )
+        for field in ("gather_fp8", "dispatch_fp8", "activations_fp8"):
+            if getattr(self, field) and not self.is_low_precision:
+                reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        if not self.reshard_after_forward and self.zero != 3:
+            reject("reshard_after_forward", False, f"is for zero=3, which gathers parameters; zero is {self.zero}")
         if self.dp_replicate > 1 and self.zero == 0:
             reject("dp_replicate", self.dp_replicate, "replicates shards, and zero=0 makes none; set it to 1")
         return self
@@ -81,21 +160,70 @@ class Recipe(Noun):
         return self.global_batch * self.seq_len
 
     @property
+    def is_low_precision(self) -> bool:
+        """Whether the linear layers' matmuls have fewer than 16 bits."""
+        return self.precision in LOW_FORMATS
+
+    @property
     def matmul_format(self) -> Format:
         """Number format of the linear layers' matmuls."""
-        return self.precision
+        return format_of(self.precision)
 
     @property
     def activation_format(self) -> Format:
         """Number format of activations and of what fp8 recipes leave in high precision."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        return "bf16" if self.is_low_precision else format_of(self.precision)
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of an activation, and of a weight as the matmuls read it."""
-        return {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[self.precision]
+        """Bytes of an activation, and of a weight that is no low-precision matmul's."""
+        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+
+    @property
+    def matmul_bytes(self) -> float:
+        """Bytes of a value as the linear layers' matmuls read it, its share of a scale included."""
+        return LOW_BYTES.get(self.precision, self.compute_bytes)
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a value of the optimizer: master weights, moments, and gradients as they are reduced."""
+        """Bytes of a master weight."""
         return 8 if self.precision == "fp64" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient as it is accumulated and reduced."""
+        return 8 if self.precision == "fp64" else {"fp32": 4, "bf16": 2}[self.gradient_format]
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of one moment of one parameter."""
+        if self.precision == "fp64":
+            return 8
+        return {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}[self.optimizer.moments]
+
+
+LOW_FORMATS: dict[str, Format] = {
+    "fp8-delayed": "fp8",
+    "fp8-current": "fp8",
+    "fp8-rowwise": "fp8",
+    "fp8-block": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+}
+"""The device's number format of each low precision."""
+
+LOW_BYTES = {
+    "fp8-delayed": 1.0,
+    "fp8-current": 1.0,
+    "fp8-rowwise": 1.0,
+    "fp8-block": 1 + 4 / 128,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+}
+"""Bytes of a value and its share of the block's scale."""
+
+
+def format_of(precision: Precision) -> Format:
+    """The device's number format that the matmuls of a precision run in."""
+    formats: dict[str, Format] = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", **LOW_FORMATS}
+    return formats[precision]

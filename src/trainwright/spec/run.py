@@ -15,7 +15,8 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import reject
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import GroupedQueryAttention, ModelSpec, MoeMlp
-from trainwright.spec.recipe import Recipe
+from trainwright.spec.recipe import PRECISIONS, Recipe, format_of
+from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 
 
@@ -104,7 +105,7 @@ class Run(Noun):
                 "lower the degrees or give fabric.nics_per_node",
             )
         if self.recipe.precision != "fp64" and cluster.peak(self.recipe.matmul_format) is None:
-            known = [fmt for fmt in ("fp32", "bf16", "fp8") if cluster.peak(fmt) is not None]
+            known = [each for each in PRECISIONS if each != "fp64" and cluster.peak(format_of(each)) is not None]
             reject(
                 "recipe.precision",
                 self.recipe.precision,
@@ -122,6 +123,9 @@ class Run(Noun):
                 if kv_heads % layout.tp and layout.tp % kv_heads:
                     reject("layout.tp", layout.tp, f"and the {kv_heads} key/value heads don't divide one another")
             tp, field = (layout.etp, "layout.etp") if isinstance(layer.mlp, MoeMlp) else (layout.tp, "layout.tp")
+            if self.recipe.cp_method == "all_to_all" and heads % (layout.tp * layout.cp):
+                split = f"tp*cp={layout.tp * layout.cp} must divide the {heads} attention heads with all_to_all"
+                reject("layout.cp", layout.cp, split)
             if layer.mlp.d_ff % tp:
                 reject(field, tp, f"must divide the MLP width d_ff={layer.mlp.d_ff}")
             if isinstance(layer.mlp, MoeMlp):
@@ -131,29 +135,22 @@ class Run(Noun):
                     reject("layout.tp", layout.tp, f"must divide d_ff_shared={layer.mlp.d_ff_shared}")
         if layout.tp > vocab:
             reject("layout.tp", layout.tp, f"must be at most vocab_size={vocab}")
+        if self.model.is_moe and layout.tp > 1 and not self.recipe.sequence_parallel:
+            reject(
+                "recipe.sequence_parallel",
+                False,
+                "must be true with tp above 1 and experts: tp ranks share out tokens",
+            )
         if not self.model.is_moe and layout.ep > 1:
             reject("layout.ep", layout.ep, f"{self.model.name} has no experts; set layout.ep=1")
         if not self.model.is_moe and layout.etp > 1:
             reject("layout.etp", layout.etp, f"{self.model.name} has no experts; set layout.etp=1")
 
     def _check_pipeline(self) -> None:
-        layout, recipe = self.layout, self.recipe
-        layers_of_stages(self.model.num_layers, layout.stages)
-        if layout.vpp > 1 and recipe.schedule != "interleaved_1f1b":
-            reject(
-                "recipe.schedule",
-                recipe.schedule,
-                f"runs one chunk per rank; layout.vpp={layout.vpp} needs interleaved_1f1b",
-            )
-        if recipe.schedule == "interleaved_1f1b" and layout.vpp == 1:
-            reject("recipe.schedule", recipe.schedule, "needs layout.vpp above 1; use 1f1b")
-        if recipe.schedule == "interleaved_1f1b" and self.num_microbatches % layout.pp:
-            reject(
-                "recipe.global_batch",
-                recipe.global_batch,
-                f"gives {self.num_microbatches} microbatches per rank; interleaved_1f1b needs a multiple of "
-                f"pp={layout.pp}",
-            )
+        layout, schedule = self.layout, SCHEDULES[self.recipe.schedule]
+        schedule.check(layout.pp, layout.vpp, self.num_microbatches)
+        stages = schedule.num_stages(layout.pp, layout.vpp)
+        layers_of_stages(self.model.num_layers, stages, layout.stage_layers)
 
     def _check_data(self) -> None:
         if self.data.vocab_size > self.model.vocab_size:

@@ -138,7 +138,11 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         groups[axis] = group
-    ranks = torch.arange(layout.world).view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
+    ranks = torch.arange(layout.world)
+    if layout.order == "tp-cp-pp-dp":
+        ranks = ranks.view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
+    else:
+        ranks = ranks.view(layout.pp, dp_replicate, shard, layout.cp, layout.tp).permute(1, 2, 0, 3, 4)
     names = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
     device_mesh = DeviceMesh.from_group([groups[name] for name in names], device.type, ranks, mesh_dim_names=names)
     live = {axis: group for axis, group in groups.items() if group.size() > 1}

@@ -27,7 +27,7 @@ from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
 from trainwright.train.parallel.pipeline import Pipeline
-from trainwright.train.parallel.recompute import apply_recompute
+from trainwright.train.parallel.recompute import apply_recompute, recomputed_layers
 from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
 from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
@@ -119,37 +119,39 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
 
     # Pipeline first: it decides which layers exist here at all. On the meta device, as no rank may ever hold all.
-    stages = layers_of_stages(spec.num_layers, layout.stages)
+    stages = layers_of_stages(spec.num_layers, layout.stages, layout.stage_layers)
     with torch.device("meta"):
-        pieces = [Transformer(spec, stages[chunk * layout.pp + mesh.coordinate.pp]) for chunk in range(layout.vpp)]
+        own = [chunk * layout.pp + mesh.coordinate.pp for chunk in range(layout.vpp)]
+        ends = len(stages) - 1
+        pieces = [Transformer(spec, stages[stage], first=stage == 0, last=stage == ends) for stage in own]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
     vocabulary = None
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
-        # Where layers are recomputed whole, gathered inputs live for one layer at a time anyway.
-        crossing = Crossing(group, clock, recipe.sequence_parallel, gather_again=recipe.recompute != "full")
+        crossing = Crossing(group, clock, recipe.sequence_parallel)
         for piece in pieces:
-            apply_tensor_parallel(piece, submesh, crossing)
+            apply_tensor_parallel(piece, submesh, crossing, recomputed_layers(piece, recipe))
             piece.tie()
 
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
     for piece in pieces:
-        apply_recompute(piece, recipe.recompute)
+        apply_recompute(piece, recipe)
 
     # Data parallelism last: from here on it owns the parameters, and their precision.
     def fill(piece: Transformer, module: nn.Module, prefix: str) -> None:
         materialize(piece, module, prefix, seed=recipe.seed, dtype=master, device=mesh.device)
 
     if recipe.zero and mesh.dp_shard > 1:
-        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, master, fill)
+        reshard = recipe.zero == 3 and recipe.reshard_after_forward
+        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, master, fill, reshard=reshard)
     else:
         for piece in pieces:
             fill(piece, piece, "")
         data_parallel = Replicated(pieces, mesh, compute, clock, overlap=recipe.overlap.dp)
 
-    rows = SCHEDULES[recipe.schedule](layout.pp, layout.vpp, run.num_microbatches)
+    rows = SCHEDULES[recipe.schedule].rows(layout.pp, layout.vpp, run.num_microbatches)
     pipeline = Pipeline(
         pieces,
         rows,

@@ -20,11 +20,16 @@ class Transformer(nn.Module):
     has the head, else activations.
     """
 
-    def __init__(self, spec: ModelSpec, layers: range | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, layers: range | None = None, *, first: bool | None = None, last: bool | None = None
+    ) -> None:
+        """first, last: whether it has the embedding and the head; by its layers, unless told otherwise, as a piece
+        without layers must be."""
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
         self.spec = spec
-        self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
+        self.is_first = layers.start == 0 if first is None else first
+        self.is_last = layers.stop == spec.num_layers if last is None else last
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if self.is_first else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
         self.norm = Norm(spec, spec.d_model) if self.is_last else None

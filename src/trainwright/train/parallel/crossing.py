@@ -24,13 +24,13 @@ from trainwright.train.collectives import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Crossing:
-    """The edge of the blocks of one tp group. `gather_again` saves parts instead of gathered inputs; where whole
-    layers are recomputed nothing is saved anyway, and it is off."""
+    """The edge of the blocks of one tp group. `gather_again` saves parts instead of gathered inputs; in a layer
+    that is recomputed whole nothing is saved anyway, and it is off."""
 
     group: dist.ProcessGroup
     clock: Clock
     sequence_parallel: bool
-    gather_again: bool
+    gather_again: bool = True
 
     def enter(self, part_BSD: torch.Tensor) -> torch.Tensor:
         """The block's input: all positions, on every rank."""

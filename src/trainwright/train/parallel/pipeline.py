@@ -7,12 +7,14 @@ its start; this one asks the data-parallel form before each backward, and alloca
 due.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trainwright.spec.schedule import Act, Rows
+from trainwright.spec.schedule import Act, Rows, round_ends
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.loss import VocabularyPart, summed_cross_entropy
@@ -24,6 +26,10 @@ from trainwright.train.parallel.transfers import Program, Transfer, programs
 Place = tuple[int, int]
 """(microbatch, chunk)."""
 
+MOST_LEAVING = 2
+"""Sends that are on their way at one time, as many as the planner counts buffers for. A send before them is waited
+for: gloo doesn't say that one is over, however long it has been, until someone waits."""
+
 
 @dataclass
 class InFlight:
@@ -33,10 +39,13 @@ class InFlight:
     arriving: dict[tuple[str, int, int], tuple[torch.Tensor, dist.Work | None]] = field(default_factory=dict)
     """By (kind, microbatch, chunk); without work where it has arrived."""
     inputs: dict[Place, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[Place, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[Place, torch.Tensor | GradientEdge] = field(default_factory=dict)
+    """Of what was sent only the place in the graph is left, which is all that backward needs: no operation has
+    saved a stage's output."""
     gradients: dict[Place, torch.Tensor] = field(default_factory=dict)
     """Of the inputs, from a backward act until they are sent."""
-    leaving: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
+    leaving: deque[tuple[torch.Tensor, dist.Work]] = field(default_factory=deque)
+    """Sent last, the oldest first."""
     backwards: dict[int, int] = field(default_factory=dict)
     """Backward acts done, by chunk."""
 
@@ -63,6 +72,7 @@ class Pipeline:
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
+        self._round_ends = round_ends(rows[mesh.coordinate.pp])
         self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
@@ -109,7 +119,7 @@ class Pipeline:
         upstream = None if piece.is_last else self._arrived("B", act, state)
         state.backwards[act.chunk] = state.backwards.get(act.chunk, 0) + 1
         is_last = state.backwards[act.chunk] == self._num_microbatches
-        self._data_parallel.before_backward(act.chunk, is_last=is_last)
+        self._data_parallel.before_backward(act.chunk, is_last=is_last, ends_round=place in self._round_ends)
         with self._clock.of("compute"):
             torch.autograd.backward(state.outputs.pop(place), upstream)
         if not piece.is_first:
@@ -121,7 +131,7 @@ class Pipeline:
         place = (transfer.microbatch, transfer.chunk)
         peer, group = self._mesh.peer(transfer.peer), self._mesh.groups["pp"]
         if transfer.way == "send":
-            tensor = state.outputs[place].detach() if transfer.kind == "F" else state.gradients.pop(place)
+            tensor = self._sent(state, place) if transfer.kind == "F" else state.gradients.pop(place)
             tensor = tensor.contiguous()
             work = dist.isend(tensor, peer, group, tag=transfer.tag)
         else:
@@ -137,8 +147,16 @@ class Pipeline:
         if transfer.way == "receive":
             state.arriving[(transfer.kind, *place)] = (tensor, work)
         elif work is not None:
-            state.leaving = [(held, sent) for held, sent in state.leaving if not sent.is_completed()]
             state.leaving.append((tensor, work))
+            if len(state.leaving) > MOST_LEAVING:
+                state.leaving.popleft()[1].wait()
+
+    def _sent(self, state: InFlight, place: Place) -> torch.Tensor:
+        """The output that leaves, which from now on nobody here holds."""
+        output = state.outputs[place]
+        assert isinstance(output, torch.Tensor)
+        state.outputs[place] = get_gradient_edge(output)
+        return output.detach()
 
     def _arrived(self, kind: str, act: Act, state: InFlight) -> torch.Tensor:
         with self._clock.of("pp"):

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.spec.recipe import Recompute
+from trainwright.spec.recipe import Recipe
 from trainwright.train.model.layers import Layer
 from trainwright.train.model.transformer import Transformer
 
@@ -14,11 +14,17 @@ from trainwright.train.model.transformer import Transformer
 _recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def apply_recompute(piece: Transformer, policy: Recompute) -> None:
-    """Wrap what `policy` names, in place; hooks that stand around a layer stay around it."""
-    for layer in piece.layers.values():
+def recomputed_layers(piece: Transformer, recipe: Recipe) -> frozenset[str]:
+    """Names of the layers that are recomputed whole: the piece's first ones, or all."""
+    return frozenset([*piece.layers][: recipe.recompute_layers] if recipe.recompute == "full" else [])
+
+
+def apply_recompute(piece: Transformer, recipe: Recipe) -> None:
+    """Wrap what is recomputed, in place; hooks that stand around a layer stay around it."""
+    whole = recomputed_layers(piece, recipe)
+    for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
-        if policy == "full":
+        if name in whole:
             layer.forward = partial(_recomputed, layer.forward)
-        elif policy == "selective":
+        elif recipe.recompute == "selective":
             layer.attention.core = partial(_recomputed, layer.attention.core)

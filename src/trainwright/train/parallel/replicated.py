@@ -79,7 +79,7 @@ class Replicated:
         working = sum(bytes_of(slot.working) for slot in self._slots if slot.working is not slot.master)
         return {"parameters": float(masters + working), "gradients": float(masters)}
 
-    def before_backward(self, piece: int, *, is_last: bool) -> None:
+    def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         self._is_last[piece] = is_last
 
     @torch.no_grad()

@@ -3,8 +3,10 @@
 The stage says when shards are gathered and gradients are scattered:
 
     zero 1  parameters are gathered once and gradients scattered once per step
-    zero 2  gradients are scattered after each microbatch's backward, so no rank keeps whole ones
-    zero 3  parameters are given back after each use too, layer by layer
+    zero 2  gradients are scattered after each microbatch's backward, so no rank keeps whole ones; of a rank with
+            several chunks, when a round of microbatches has gone through one, so that one chunk's are whole
+    zero 3  parameters are given back after each use too, layer by layer; or only after backward, where they stay
+            gathered after forward
 
 Optimizer state is sharded in all three. With dp_replicate above 1 (HSDP) shards are kept within groups, and
 gradients are then summed across them, once per step. FSDP2 would divide by the ranks; here gradients are summed.
@@ -26,7 +28,7 @@ Fill = Callable[[Transformer, nn.Module, str], None]
 
 class Sharded:
     """See the file's first paragraph. `fill` is called on each part before it is cut, so that no more than one
-    layer is ever whole."""
+    layer is ever whole. `reshard` gives parameters back after forward."""
 
     def __init__(
         self,
@@ -36,6 +38,8 @@ class Sharded:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         fill: Fill,
+        *,
+        reshard: bool,
     ) -> None:
         self._mesh, self._zero = mesh, zero
         policy = MixedPrecisionPolicy(
@@ -48,7 +52,7 @@ class Sharded:
 
         def shard(piece: Transformer, module: nn.Module, prefix: str) -> None:
             fill(piece, module, prefix)
-            fully_shard(module, mesh=submesh, reshard_after_forward=zero == 3, mp_policy=policy)
+            fully_shard(module, mesh=submesh, reshard_after_forward=reshard, mp_policy=policy)
 
         for piece in pieces:
             for name, layer in piece.layers.items():
@@ -73,11 +77,11 @@ class Sharded:
         gradients = self._whole_values * self._master_bytes if self._zero == 1 else shards
         return {"parameters": float(shards + gathered), "gradients": float(gradients)}
 
-    def before_backward(self, piece: int, *, is_last: bool) -> None:
+    def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         root = self._pieces[piece]
         assert isinstance(root, FSDPModule)
         root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last or self._zero >= 2)
+        root.set_requires_gradient_sync(is_last or self._zero == 3 or (self._zero == 2 and ends_round))
         root.set_requires_all_reduce(is_last)
         root.set_reshard_after_backward(is_last or self._zero == 3)
 

@@ -13,7 +13,8 @@ A gradient that is a sum over a part of positions or heads comes back marked as 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +30,18 @@ COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 """How a (out, in) weight is cut."""
 
 
-def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossing) -> None:
-    """Cut a piece over the one-dimensional `mesh`, in place. Parameters may be on the meta device."""
+def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossing, recomputed: Set[str]) -> None:
+    """Cut a piece, of whose layers some are recomputed whole, over the one-dimensional `mesh`, in place.
+    Parameters may be on the meta device."""
     # Outside the blocks each rank has its positions, or all ranks have all of them.
     outside = Partial() if crossing.sequence_parallel else Replicate()
-    for layer in piece.layers.values():
+    for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
+        edge = replace(crossing, gather_again=name not in recomputed)
         _keep(layer.attention_norm, mesh, WHOLE, outside)
         _keep(layer.mlp_norm, mesh, WHOLE, outside)
-        _cut_attention(layer.attention, mesh, crossing, outside)
-        _cut_mlp(layer.mlp, mesh, crossing, outside)
+        _cut_attention(layer.attention, mesh, edge, outside)
+        _cut_mlp(layer.mlp, mesh, edge, outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
     if piece.norm is not None and piece.head is not None:

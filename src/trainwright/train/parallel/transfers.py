@@ -50,10 +50,11 @@ def programs(rows: Rows, vpp: int) -> tuple[Program, ...]:
             done[rank].append(act)
             to = stage + 1 if act.kind == "F" else stage - 1
             if 0 <= to < stages:
-                here.add((act.kind, act.microbatch, to))
-                tag = (act.microbatch * stages + to) * 2 + (act.kind == "B")
+                kind = "F" if act.kind == "F" else "B"
+                here.add((kind, act.microbatch, to))
+                tag = (act.microbatch * stages + to) * 2 + (kind == "B")
                 peer = to % pp
-                done[rank].append(Transfer("send", act.kind, act.microbatch, act.chunk, peer, tag))
-                done[peer].append(Transfer("receive", act.kind, act.microbatch, to // pp, rank, tag))
+                done[rank].append(Transfer("send", kind, act.microbatch, act.chunk, peer, tag))
+                done[peer].append(Transfer("receive", kind, act.microbatch, to // pp, rank, tag))
         assert at != before, "the rows wait for one another in a circle"
     return tuple(tuple(program) for program in done)

@@ -1,0 +1,148 @@
+"""Attention of one layer: projections, rotary embedding, what context parallelism moves, the core, and out.
+
+The core is flash attention (arXiv:2205.14135), which keeps q, k, v, its output and one fp32 logsumexp per head and
+token; or unfused, which keeps the scores after the softmax, and with dropout their mask and product too: the
+5 * a * s^2 * b bytes of arXiv:2205.05198 s4.1.
+"""
+
+import numpy as np
+
+from trainwright.plan.linear import NORM, casts, of, projection
+from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
+from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.cluster import CollectiveOp
+from trainwright.spec.model import GroupedQueryAttention, LatentAttention, LayerSpec, mean_keys
+
+CORE = FULL | marks("attention")
+UP = FULL | marks("latent_up")
+
+
+def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...]:
+    """From the normed input to the output projection."""
+    attention, size = layer.attention, table.recipe.compute_bytes
+    heads = attention.num_heads / table.columns.tp
+    if isinstance(attention, GroupedQueryAttention):
+        widths = _widths(table, attention)
+        # The three read the same input, which is saved once.
+        projections = (
+            *projection(table, "query", table.model.d_model, widths.query, reads=FULL | NORM, again=FULL),
+            *projection(table, "key", table.model.d_model, widths.key, again=FULL, save_input=False),
+            *projection(table, "value", table.model.d_model, widths.value, again=FULL, save_input=False),
+        )
+        rotated, made_again, head_width = widths.query + widths.key, FULL, float(attention.d_head)
+    else:
+        projections, widths = _latent_projections(table, attention)
+        rotated, made_again = heads * attention.d_rope, UP
+        head_width = (attention.d_nope + attention.d_rope + attention.d_value) / 2
+    rotary_bytes = table.tokens * rotated * size
+    rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=made_again, kernels=4)
+    kept = Saved(table.tokens * (widths.query + widths.key + widths.value) * size, made_again)
+    core = _core(table, layer, heads, head_width, kept, table.tokens * widths.out * size)
+    # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
+    # is cast once more in backward.
+    copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
+    cast = (Saved(table.tokens * widths.out * table.recipe.matmul_bytes, FULL),) if copied else ()
+    out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
+    turned = (rotary,) if table.model.rope is not None else ()
+    return (*projections, *turned, *_context(table, widths), *core, *casts(table, out), out)
+
+
+class _Widths:
+    """Width per token, on one rank, of queries, keys, values and the core's output."""
+
+    def __init__(self, query: Floats, key: Floats, value: Floats, out: Floats) -> None:
+        self.query, self.key, self.value, self.out = query, key, value, out
+
+
+def _widths(table: Table, attention: GroupedQueryAttention) -> _Widths:
+    query = attention.num_heads / table.columns.tp * attention.d_head
+    key = kv_heads(table, attention) * attention.d_head
+    return _Widths(query, key, key, query)
+
+
+def kv_heads(table: Table, attention: GroupedQueryAttention) -> Floats:
+    """Key/value heads on one rank; where there are fewer than ranks, ranks hold copies."""
+    return np.maximum(attention.num_kv_heads / table.columns.tp, 1.0)
+
+
+def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple[Operation, ...], _Widths]:
+    """Down and up projections of MLA; the down ones are computed by every tp rank alike."""
+    heads, d_model = attention.num_heads / table.columns.tp, table.model.d_model
+    query, value = heads * (attention.d_nope + attention.d_rope), heads * attention.d_value
+    reads = FULL | NORM
+    if attention.q_lora_rank is None:
+        made = projection(table, "q", d_model, query, reads=reads, again=FULL)
+    else:
+        rank = attention.q_lora_rank
+        made = (
+            *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL),
+            *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
+        )
+    down = of(table, attention.kv_lora_rank + attention.d_rope)
+    latents = table.tokens * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) * table.recipe.compute_bytes
+    latent_norms = Elementwise("latent norm", 2 * latents, 3 * latents, (Saved(latents, FULL),), FULL, kernels=2)
+    up = heads * (attention.d_nope + attention.d_value)
+    made = (
+        *made,
+        *projection(table, "kv_down", d_model, down, again=FULL, save_input=False),
+        latent_norms,
+        *projection(table, "kv_up", attention.kv_lora_rank, up, reads=FULL, again=UP, gathered=False),
+    )
+    return made, _Widths(query, query, value, value)
+
+
+def _core(
+    table: Table, layer: LayerSpec, heads: Floats, head_width: float, kept: Saved, out_bytes: Floats
+) -> tuple[Operation, ...]:
+    attention, recipe = layer.attention, table.recipe
+    fused = recipe.attention_kernel != "unfused"
+    keys = mean_keys(recipe.seq_len, attention.sliding_window, causal=fused)
+    flops = table.tokens * keys * attention.score_flops_per_key / table.columns.tp
+    out = Saved(out_bytes, FULL)
+    if fused:
+        statistics = Saved(4 * table.tokens * heads, CORE, is_statistic=True)
+        return (AttentionCore("attention", flops, head_width, (kept, out, statistics), CORE),)
+    scores = table.tokens * recipe.seq_len * heads
+    size = recipe.compute_bytes
+    # Scale, mask and softmax in one kernel each way (Megatron-LM's fused softmax); dropout by itself.
+    dropped = bool(recipe.dropout)
+    softmax = Elementwise(
+        "softmax",
+        (2 * size + (2 * size + 1) * dropped) * scores,
+        (3 * size + (2 * size + 1) * dropped) * scores,
+        (Saved((size + (size + 1) * dropped) * scores, CORE),),
+        CORE,
+    )
+    return (AttentionCore("attention", flops, head_width, (kept, out), CORE, is_fused=False), softmax)
+
+
+def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:
+    """What attention needs of the other cp ranks (`Recipe.cp_method`)."""
+    recipe = table.recipe
+    if recipe.cp_method == "all_to_all":
+        whole = table.tokens * (widths.query + widths.key + widths.value + widths.out) * recipe.compute_bytes
+        return (Collective("heads", "cp", ("all_to_all",), ("all_to_all",), whole, FULL),)
+    # In backward once more, as only the rank's part of them is kept.
+    backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+    message = whole_kv_bytes(table, widths.key + widths.value)
+    return (Collective("keys and values", "cp", ("all_gather",), backward, message, FULL),)
+
+
+def whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:
+    """Keys and values of the whole sequence."""
+    return table.tokens * table.columns.cp * kv_width * table.recipe.compute_bytes
+
+
+def attention_params(table: Table, layer: LayerSpec) -> Floats:
+    """Parameters of attention on one rank. Matrices are cut over tp; norms and output biases are copied."""
+    attention, tp, d_model = layer.attention, table.columns.tp, table.model.d_model
+    if isinstance(attention, GroupedQueryAttention):
+        heads, own_kv, d_head = attention.num_heads / tp, kv_heads(table, attention), attention.d_head
+        params = d_model * d_head * 2 * (heads + own_kv) + heads * attention.sinks
+        params = params + (heads + 2 * own_kv) * d_head * attention.qkv_bias + d_model * attention.out_bias
+        norm_widths = {"none": 0.0, "per_head": 2.0 * d_head, "all_heads": (heads + own_kv) * d_head}
+        return params + norm_widths[attention.qk_norm]
+    copied = d_model * (attention.kv_lora_rank + attention.d_rope) + attention.kv_lora_rank
+    if attention.q_lora_rank is not None:
+        copied += (d_model + 1) * attention.q_lora_rank
+    return copied + (attention.params(d_model) - copied) / tp

@@ -1,0 +1,152 @@
+"""Seconds of a collective: latency of its hops, and the busiest link's bytes over what it reaches.
+
+Ring costs as in nccl-tests: all_gather and reduce_scatter move (n-1)/n of the message over each link,
+all_reduce twice that. A ring over several nodes, with p members in each, crosses between nodes on p NICs at
+once (multi-rail). Where switches add up (NVLS inside a domain, SHARP between nodes), all_reduce is faster by the
+cluster's gain. An all_to_all sends each peer its own part: what goes to the own domain rides links, the rest the
+rank's NIC. A collective that the cluster has measured at its group size takes the measured line.
+"""
+
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+from trainwright.plan.operations import Dispatch
+from trainwright.plan.table import Floats, Ints, Rows, Table
+from trainwright.spec.cluster import ClusterSpec, CollectiveOp
+from trainwright.spec.model import MoeMlp
+
+
+class Line(NamedTuple):
+    """A collective's seconds as a function of its message: latency_s + message bytes * s_per_byte, each
+    (rows,)."""
+
+    latency_s: Floats
+    s_per_byte: Floats
+
+    def at(self, message_bytes: Floats) -> Floats:
+        return self.latency_s + message_bytes * self.s_per_byte
+
+    def take(self, rows: Rows) -> "Line":
+        return Line(self.latency_s[rows], self.s_per_byte[rows])
+
+
+def collective_s(
+    cluster: ClusterSpec, op: CollectiveOp, message_bytes: Floats, size: Ints, members: Ints
+) -> Floats:
+    """Seconds of a collective over groups of `size` ranks of which `members` share a scale-up domain.
+
+    message_bytes: the whole tensor's; of an all_to_all, what one rank holds before it. Zero for groups of one.
+    """
+    if (size <= 1).all():
+        return np.zeros(len(size))
+    if op == "all_to_all":
+        inside, outside = (members - 1) / size, (size - members) / size
+        seconds = exchange_s(cluster, message_bytes * inside, message_bytes * outside, size, members)
+        return np.where(size > 1, _measured_exchange(cluster, seconds, message_bytes, size, members), 0.0)
+    return line(cluster, op, size, members).at(message_bytes)
+
+
+def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> Line:
+    """The same for any message, of all operations but all_to_all."""
+    rates = cluster.rates
+    nodes = np.ceil(size / members)
+    within = cluster.fabric.link_bytes_per_s * rates.link
+    own_nic = max(cluster.network_bytes_per_s * rates.network, 1e-9)
+    if op == "send":
+        # A sender has a NIC of its own.
+        bandwidth = np.where(nodes > 1, min(within, own_nic), within)
+        latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s)
+        slope = 1 / bandwidth
+    else:
+        rounds = 2 if op == "all_reduce" else 1
+        bandwidth = np.where(nodes > 1, np.minimum(within, own_nic * members), within)
+        if op == "all_reduce":
+            link_gain = rates.link_sharp_gain if cluster.fabric.link_sharp else 1.0
+            network_gain = rates.network_sharp_gain if cluster.fabric.network_sharp else 1.0
+            bandwidth = bandwidth * np.where(nodes > 1, network_gain, link_gain)
+        # A ring's size - 1 steps, of which nodes - 1 cross the network (NCCL src/graph/tuning.cc).
+        latency = rounds * ((size - nodes) * rates.link_latency_s + (nodes - 1) * rates.network_latency_s)
+        slope = rounds * (size - 1) / size / bandwidth
+    for measured in rates.collectives:
+        if measured.op == op:
+            is_measured = (size == measured.group_size) & (nodes == 1)
+            latency = np.where(is_measured, measured.latency_s, latency)
+            slope = np.where(is_measured, 1 / measured.bytes_per_s, slope)
+    return Line(np.where(size > 1, latency, 0.0), np.where(size > 1, slope, 0.0))
+
+
+def exchange_s(
+    cluster: ClusterSpec, inside_bytes: Floats, outside_bytes: Floats, size: Ints, members: Ints
+) -> Floats:
+    """Seconds until a rank has sent `inside_bytes` over its links and, beside them, `outside_bytes` over its
+    NIC."""
+    rates = cluster.rates
+    within = cluster.fabric.link_bytes_per_s * rates.link * rates.all_to_all
+    nic = max(cluster.network_bytes_per_s * rates.network * rates.all_to_all, 1e-9)
+    # Messages to all peers are under way together, but each has its start: assumed to lie between one start for
+    # all and one for each, as the square root.
+    latency = rates.link_latency_s * np.sqrt(members) + (size > members) * rates.network_latency_s * np.sqrt(
+        np.maximum(size / members, 1)
+    )
+    return latency + np.maximum(inside_bytes / within, outside_bytes / nic)
+
+
+def dispatch_s(
+    table: Table, each: Dispatch, bytes_per_copy: float, mlp: MoeMlp, size: Ints, members: Ints
+) -> Floats:
+    """Seconds of an all-to-all of tokens over `size` ranks with experts, of which `members` share a domain.
+
+    By `all_to_all` every copy goes straight to its expert's rank. By `hierarchical` dispatch a token crosses to
+    each domain once, whatever the number of its experts there, and is copied inside it (DeepSeek-V3,
+    arXiv:2412.19437 s3.2.2); node-limited routing bounds how many domains that are.
+    """
+    nodes = np.maximum(size / members, 1.0)
+    copies = np.full(len(size), float(each.copies))
+    crossing = copies * (1 - 1 / nodes)
+    if table.recipe.dispatch == "hierarchical":
+        crossing = domains_of_a_token(nodes, each.copies, mlp) * (1 - 1 / nodes)
+    inside = copies * (members - 1) / members * (1.0 if table.recipe.dispatch == "hierarchical" else 1 / nodes)
+    per_copy = each.tokens * bytes_per_copy
+    seconds = exchange_s(table.cluster, inside * per_copy, crossing * per_copy, size, members)
+    seconds = _measured_exchange(table.cluster, seconds, copies * per_copy, size, members)
+    return np.where(size > 1, seconds, 0.0)
+
+
+def _measured_exchange(
+    cluster: ClusterSpec, seconds: Floats, message_bytes: Floats, size: Ints, members: Ints
+) -> Floats:
+    """`seconds` of an all_to_all, or the measured line where the cluster has one for the group."""
+    for measured in cluster.rates.collectives:
+        if measured.op == "all_to_all":
+            own = measured.latency_s + message_bytes / measured.bytes_per_s
+            seconds = np.where((size == measured.group_size) & (members >= size), own, seconds)
+    return seconds
+
+
+def domains_of_a_token(nodes: Floats, copies: float, mlp: MoeMlp) -> Floats:
+    """Domains, of `nodes`, that a token's experts stand in, on average, for `copies` experts drawn at random.
+
+    A router with groups picks `top_groups` of them first and draws its experts there: a domain with j of the
+    picked groups has one of the experts with probability 1 - (1 - j/top_groups)^copies, and j is hypergeometric.
+    """
+    return np.array([_domains(float(each), copies, mlp.num_groups, mlp.top_groups) for each in nodes])
+
+
+@lru_cache(maxsize=4096)
+def _domains(nodes: float, copies: float, num_groups: int, top_groups: int) -> float:
+    here = num_groups / nodes
+    if num_groups == 1 or here < 1 or here != int(here):
+        # A group spans domains: those of the picked groups are all alike.
+        among = nodes if num_groups == 1 else max(nodes * top_groups / num_groups, 1.0)
+        return among * (1 - (1 - 1 / among) ** copies)
+    own = int(here)
+    return nodes * sum(
+        comb(own, j)
+        * comb(num_groups - own, top_groups - j)
+        / comb(num_groups, top_groups)
+        * (1 - (1 - j / top_groups) ** copies)
+        for j in range(1, min(own, top_groups) + 1)
+    )

@@ -1,0 +1,109 @@
+"""FLOPs that a step really computes, beside those that MFU counts; what recompute does again is left out.
+
+They differ: a causal mask leaves half of the keys that the convention counts, flash attention's backward makes
+its scores again, routers, multi-token prediction, copies on several tensor-parallel ranks and the padding of
+experts are computed and not counted. `spec/waterfall.py` shows the difference.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from trainwright.plan.assembly import assembly
+from trainwright.plan.causes import halves
+from trainwright.plan.evaluation import Evaluation
+from trainwright.plan.figures import kinds_of
+from trainwright.plan.operations import AttentionCore, Matmul, Operation, Piece
+from trainwright.plan.rates import BACKWARD_ATTENTION
+from trainwright.plan.table import Floats, Table
+from trainwright.spec.answers import ComputedFlops, WorkKind
+from trainwright.spec.cluster import Format
+from trainwright.spec.model import FlopConvention
+
+OfPiece = Callable[[Piece], Floats | float]
+
+
+def computed_flops(evaluation: Evaluation, row: int, convention: FlopConvention) -> dict[WorkKind, ComputedFlops]:
+    """Of a device in the row's step, by kind."""
+    table = evaluation.table
+    counted = _counted(table, row, convention)
+    busiest, mean = _busiest(evaluation, row), _mean(evaluation, row)
+
+    def of_rank(counts: Floats, value: OfPiece) -> float:
+        return float(counts @ _values(evaluation, row, value))
+
+    found: dict[WorkKind, ComputedFlops] = {}
+    for kind in counted:
+        found[kind] = ComputedFlops(
+            busiest_flops=of_rank(busiest, lambda piece, kind=kind: _flops(piece, kind)),
+            mean_flops=of_rank(mean, lambda piece, kind=kind: _flops(piece, kind)),
+            at_peak_s=of_rank(busiest, lambda piece, kind=kind: _at_peak_s(table, piece, kind)),
+            counted_flops=counted[kind],
+        )
+    return found
+
+
+def _counted(table: Table, row: int, convention: FlopConvention) -> dict[WorkKind, float]:
+    model, recipe = table.model, table.recipe
+    per_device = recipe.tokens_per_step / float(table.world[row])
+    whole = model.flops_per_token(recipe.seq_len, convention)
+    matmul = whole if convention == "6n" else 6.0 * model.active_matmul_params
+    return {"matmul": matmul * per_device, "attention": (whole - matmul) * per_device}
+
+
+def _busiest(evaluation: Evaluation, row: int) -> Floats:
+    """Pieces that the rank with most seconds of acts computes in a step (`causes.busiest_seconds`)."""
+    made, inside = assembly(evaluation.shape(row)), evaluation.inside_of(row)
+    acts = evaluation.parts.acts[evaluation.table.columns.policy[row]]
+    work_s = [sum(_at(value, inside) for half in halves(each) for value in half.values()) for each in acts]
+    # Where stages are held twice, each of the two computes half of the microbatches.
+    times = made.stages.sum() / made.ranks.sum()
+    return made.ranks[int((made.ranks @ work_s).argmax())] * times * float(evaluation.table.num_microbatches[row])
+
+
+def _mean(evaluation: Evaluation, row: int) -> Floats:
+    shape = evaluation.shape(row)
+    return assembly(shape).stages.sum(axis=0) * float(evaluation.table.num_microbatches[row]) / shape.pp
+
+
+def _values(evaluation: Evaluation, row: int, value: OfPiece) -> Floats:
+    """`value` of each piece, layers twice as `Figures` has them."""
+    pieces, split, inside = evaluation.parts.pieces, len(kinds_of(evaluation.table)), evaluation.inside_of(row)
+    return np.array([_at(value(piece), inside) for piece in [*pieces[:split], *pieces]])
+
+
+def _at(values: Floats | float, inside: int) -> float:
+    array = np.asarray(values, dtype=np.float64).reshape(-1)
+    return float(array[inside if len(array) > 1 else 0])
+
+
+def _flops(piece: Piece, kind: WorkKind) -> Floats | float:
+    """FLOPs of a piece's forward and backward in one microbatch."""
+    return sum((_of_operation(each) for each in piece.operations if _kind(each) == kind), 0.0)
+
+
+def _at_peak_s(table: Table, piece: Piece, kind: WorkKind) -> Floats | float:
+    return sum((_of_operation(each) / _peak(table, each) for each in piece.operations if _kind(each) == kind), 0.0)
+
+
+def _kind(each: Operation) -> WorkKind | None:
+    if isinstance(each, Matmul):
+        return "matmul"
+    return "attention" if isinstance(each, AttentionCore) else None
+
+
+def _of_operation(each: Operation) -> Floats | float:
+    match each:
+        case Matmul():
+            return 3.0 * each.forward_flops
+        case AttentionCore():
+            return (1.0 + (BACKWARD_ATTENTION if each.is_fused else 2.0)) * each.forward_flops
+        case _:
+            return 0.0
+
+
+def _peak(table: Table, each: Operation) -> float:
+    """Dense peak of the number format that an operation computes in."""
+    low = isinstance(each, Matmul) and each.in_low_precision
+    fmt: Format = table.recipe.matmul_format if low else table.recipe.activation_format
+    return table.cluster.peak(fmt) or table.cluster.device.peak_flops_per_s.fp32

@@ -1,0 +1,112 @@
+"""Parts that attention, MLPs and the head share: projections with their casts, norms, and the ways into and out of
+tensor-parallel regions.
+
+With sequence parallelism a gathered input is not kept: its shard is, and backward gathers it again
+(arXiv:2205.05198 s4.2.2). Under fp8 and fp4 recipes a projection reads a cast copy of its input, and keeps that.
+"""
+
+import numpy as np
+
+from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
+from trainwright.plan.table import Floats, Table, marks
+from trainwright.spec.cluster import CollectiveOp
+
+NORM = marks("norm")
+
+FUSED_SHOWN = 0.53
+"""Of the traffic of sums that a matmul adds up itself, what makes it longer: fits 183 matmuls of A100
+(MooreThreads/SimuMax configs/system/a100_pcie.json) to 1.4% in the median."""
+
+
+def of(table: Table, value: float) -> Floats:
+    """`value` for every row."""
+    return np.full(len(table.columns), float(value))
+
+
+def norm(table: Table, again: int = 0) -> Elementwise:
+    """A norm of the residual stream: keeps its input, and an fp32 statistic per token."""
+    residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
+    saved = (
+        Saved(residual_bytes, again & ~NORM),
+        Saved(4 * table.residual_tokens, again, is_statistic=True),
+    )
+    return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
+
+
+def residual(table: Table, again: int = 0) -> Elementwise:
+    """A branch is added to the residual stream; with dropout its mask is kept, a byte per value."""
+    values = table.residual_tokens * table.model.d_model
+    moved = 3 * values * table.recipe.compute_bytes
+    mask = (Saved(values, again),) if table.recipe.dropout else ()
+    return Elementwise("residual", moved + values * bool(mask), moved + values * bool(mask), mask, again)
+
+
+def projection(
+    table: Table,
+    name: str,
+    k: float,
+    n: Floats,
+    *,
+    reads: int = 0,
+    again: int = 0,
+    gathered: bool = True,
+    save_input: bool = True,
+    cast_input: bool | None = None,
+) -> tuple[Operation, ...]:
+    """A projection of the residual stream (whose shard is saved), or of a latent that every rank holds whole.
+
+    reads: marks under which its input is made again in backward, and so not kept. cast_input: whether it is the
+    first to read its input in a low format; where it saves it, unless said otherwise.
+    """
+    rows = table.residual_tokens if gathered else table.tokens
+    saved = (Saved(rows * k * table.recipe.matmul_bytes, reads),) if save_input else ()
+    matmul = Matmul(name, table.tokens, of(table, k), n, saved, again, shares_input=not save_input)
+    return (*casts(table, matmul, cast_input=save_input if cast_input is None else cast_input), matmul)
+
+
+def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Elementwise, ...]:
+    """Casts of a matmul's input forward and of its output's gradient backward, each in both orientations that the
+    matmuls read (Transformer Engine keeps a transposed copy)."""
+    recipe = table.recipe
+    if not recipe.is_low_precision:
+        return ()
+    groups = 1.0 if matmul.groups is None else matmul.groups
+    per_value = recipe.compute_bytes + 2 * recipe.matmul_bytes
+    forward = matmul.m * matmul.k * groups * per_value * cast_input
+    backward = matmul.m * matmul.n * groups * per_value
+    return (Elementwise(f"cast {matmul.name}", forward, backward, again=matmul.again, quantizes=True),)
+
+
+def entry(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
+    """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
+    for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
+    message = table.tokens * table.model.d_model * table.recipe.compute_bytes
+    if table.recipe.sequence_parallel:
+        backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+        gather = Collective(f"{where} in", "tp", ("all_gather",), backward, message, again)
+        return (gather, _reorder(table, message, forward=1, backward=2))
+    return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
+
+
+def leave(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
+    """Out of a tensor-parallel region: partial sums are added up."""
+    message = table.tokens * table.model.d_model * table.recipe.compute_bytes
+    if table.recipe.sequence_parallel:
+        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again)
+        return (_reorder(table, message, forward=1, backward=1), scatter)
+    return (Collective(f"{where} out", "tp", ("all_reduce",), (), message, again),)
+
+
+def _reorder(table: Table, message: Floats, *, forward: int, backward: int) -> Elementwise:
+    """Collectives join parts end to end; sequences of a microbatch beyond the first need a copy to lie right."""
+    moved = 2 * message * ((table.columns.tp > 1) & (table.columns.micro_batch > 1))
+    return Elementwise("reorder", forward * moved, backward * moved, kernels=0)
+
+
+def accumulation(table: Table, params: Floats) -> Elementwise:
+    """Each microbatch's weight gradients are added to those of the step: read, and the sum read and written;
+    inside the matmuls that make them, the part of it that stays visible."""
+    moved = params * (table.recipe.compute_bytes + 2 * table.recipe.gradient_bytes)
+    if table.recipe.fused_accumulation:
+        moved = FUSED_SHOWN * params * 2 * table.recipe.gradient_bytes
+    return Elementwise("gradient accumulation", 0 * moved, moved, kernels=0, streams=True, of_weights=True)

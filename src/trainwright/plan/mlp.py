@@ -1,0 +1,161 @@
+"""The MLP of one layer: dense, or a router with experts, shared experts beside them.
+
+Experts run on the tokens that reach their rank: with balanced routing as many copies as the rank sends out itself;
+with a capacity factor that many times more, padded; dropless, the busiest rank has `Recipe.expert_imbalance` times
+the mean, and the others wait for it. Routing weights are applied between the activation and the down projection.
+Tokens leave from the sequence-parallel region, so that tp ranks dispatch different ones; ranks of one expert (etp)
+gather one another's tokens.
+"""
+
+import numpy as np
+
+from trainwright.plan.linear import NORM, casts, entry, leave, of, projection
+from trainwright.plan.operations import Collective, Dispatch, Elementwise, Matmul, Operation, Saved
+from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.model import DenseMlp, MoeMlp
+
+MLP = FULL | marks("mlp")
+MOE = FULL | marks("moe")
+ACTIVATION = marks("activation")
+SHARED = "shared experts"
+
+
+def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str = "mlp") -> tuple[Operation, ...]:
+    """From the normed input to the down projection, with the collectives of tp around it."""
+    width = mlp.d_ff / table.columns.tp
+    d_model = table.model.d_model
+    # Shared experts read what the router has saved.
+    first = where != SHARED
+    up = projection(table, "up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
+    gate = projection(table, "gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
+    down = Matmul("down", table.tokens, width, of(table, d_model), again=FULL)
+    return (
+        *entry(table, where, FULL),
+        *up,
+        *gate,
+        activation(table, table.tokens * width, gated=mlp.gated, whole=whole),
+        *casts(table, down),
+        down,
+        *leave(table, where, FULL),
+    )
+
+
+def activation(table: Table, values: Floats, *, gated: bool, whole: int) -> Elementwise:
+    """Saved: what the activation reads (gate and up, or one), and the product that the down projection reads."""
+    size, matrices = table.recipe.compute_bytes, 2 if gated else 1
+    recipe = table.recipe
+    product = values * (recipe.matmul_bytes if recipe.is_low_precision else size)
+    read = matrices * values * (recipe.matmul_bytes if recipe.activations_fp8 else size)
+    saved = (Saved(read, whole), Saved(product, whole | ACTIVATION))
+    moved = values * size
+    return Elementwise("activation", (matrices + 1) * moved, (2 * matrices + 1) * moved, saved, whole | ACTIVATION)
+
+
+def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
+    """Router, dispatch, experts, combination; shared experts see every token."""
+    recipe, d_model, size = table.recipe, table.model.d_model, table.recipe.compute_bytes
+    tokens, etp = table.residual_tokens, table.columns.etp
+    load = recipe.capacity_factor or recipe.expert_imbalance
+    sent = tokens * mlp.top_k * (recipe.capacity_factor or 1.0)
+    rows = tokens * mlp.top_k * load * etp
+    experts = mlp.num_experts / table.columns.ep
+    width = mlp.d_ff / etp
+    copy_bytes = d_model * size
+    router = Matmul(
+        "router",
+        tokens,
+        of(table, d_model),
+        of(table, mlp.num_experts),
+        (Saved(tokens * d_model * size, FULL | NORM), Saved(tokens * mlp.num_experts * 4, MOE)),
+        MOE,
+        in_low_precision=False,
+    )
+    choice = Elementwise(
+        "routing", 24 * tokens * mlp.num_experts, 16 * tokens * mlp.num_experts, again=MOE, kernels=12
+    )
+    # Into the order of experts and back; a second time where a rank holds several. Kernels of hierarchical
+    # dispatch do the first themselves.
+    first = 0 if recipe.dispatch == "hierarchical" else 4
+    moved = first * sent * copy_bytes + 4 * rows * copy_bytes * (experts > 1)
+    permute = Elementwise("permute", moved, moved, again=MOE, kernels=6)
+    copies = mlp.top_k * (recipe.capacity_factor or 1.0)
+    low_bytes = d_model * recipe.matmul_bytes if recipe.dispatch_fp8 else copy_bytes
+    out = Dispatch("dispatch", tokens, copies, low_bytes, copy_bytes, MOE)
+    back = Dispatch("combine", tokens, copies, copy_bytes, low_bytes, MOE)
+    return (
+        router,
+        choice,
+        permute,
+        out,
+        *_gather_over_etp(table, rows * copy_bytes, "all_gather", "reduce_scatter"),
+        *_experts(table, mlp, rows, experts, width),
+        *_gather_over_etp(table, rows * copy_bytes, "reduce_scatter", "all_gather"),
+        back,
+        *_shared(table, mlp),
+    )
+
+
+def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Floats) -> tuple[Operation, ...]:
+    d_model, recipe = table.model.d_model, table.recipe
+    each = rows / experts
+    saved = (Saved(rows * d_model * recipe.matmul_bytes, MOE),)
+    alike = {"groups": experts, "has_bias": mlp.bias, "is_sequential": recipe.expert_matmuls == "sequential"}
+    up = Matmul("expert up", each, of(table, d_model), width, saved, MOE, **alike)
+    gate = ()
+    if mlp.gated:
+        gate = (Matmul("expert gate", each, of(table, d_model), width, (), MOE, shares_input=True, **alike),)
+    down = Matmul("expert down", each, width, of(table, d_model), (), MOE, **alike)
+    biased = _biases(table, mlp, rows, width)
+    gate_casts = tuple(cast for matmul in gate for cast in casts(table, matmul, cast_input=False))
+    return (
+        *casts(table, up),
+        up,
+        *gate_casts,
+        *gate,
+        activation(table, rows * width, gated=mlp.gated, whole=MOE),
+        *casts(table, down),
+        down,
+        *biased,
+    )
+
+
+def _biases(table: Table, mlp: MoeMlp, rows: Floats, width: Floats) -> tuple[Elementwise, ...]:
+    """Biases of experts are passes of their own, unlike those of plain matmuls; clamps of gpt-oss' activation too.
+    Backward sums gradients over the tokens of each expert."""
+    size, matrices = table.recipe.compute_bytes, 1 + mlp.gated
+    passes = []
+    if mlp.bias:
+        outputs = rows * (matrices * width + table.model.d_model) * size
+        passes.append(Elementwise("expert biases", 2 * outputs, outputs, again=MOE, kernels=3))
+    if mlp.activation == "swiglu_clamped":
+        inner = rows * matrices * width * size
+        passes.append(Elementwise("clamps", 2 * inner, 3 * inner, again=MOE, kernels=2))
+    return tuple(passes)
+
+
+def _gather_over_etp(table: Table, message: Floats, forward: str, backward: str) -> tuple[Operation, ...]:
+    if not np.any(table.columns.etp > 1):
+        return ()
+    return (Collective("expert tokens", "tp", (forward,), (backward,), message, MOE, over_experts=True),)  # pyright: ignore[reportArgumentType]
+
+
+def _shared(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
+    if not mlp.d_ff_shared:
+        return ()
+    dense = DenseMlp(d_ff=mlp.d_ff_shared, gated=mlp.gated, activation=mlp.activation)
+    return dense_operations(table, dense, MOE, SHARED)
+
+
+def mlp_params(table: Table, mlp: DenseMlp | MoeMlp) -> tuple[Floats, Floats]:
+    """Parameters of the MLP on one rank: those cut or copied over tp, and those of routed experts."""
+    tp, etp, d_model = table.columns.tp, table.columns.etp, table.model.d_model
+    none = np.zeros(len(table.columns))
+    if isinstance(mlp, DenseMlp):
+        biases = mlp.bias * ((1 + mlp.gated) * mlp.d_ff / tp + d_model)
+        return mlp.matmul_params(d_model) / tp + biases, none
+    expert = mlp.expert()
+    biases = expert.bias * ((1 + expert.gated) * expert.d_ff / etp + d_model)
+    routed = (expert.matmul_params(d_model) / etp + biases) * (mlp.num_experts / table.columns.ep)
+    shared = (3 if mlp.gated else 2) * d_model * mlp.d_ff_shared / tp + d_model * mlp.shared_gate
+    router = d_model * mlp.num_experts + mlp.num_experts * (mlp.router_bias + mlp.balance_bias)
+    return shared + router + none, routed

@@ -1,0 +1,144 @@
+"""The pieces that a model is cut into: layers, the embedding, the head, and modules of multi-token prediction."""
+
+import numpy as np
+
+from trainwright.plan.attention import attention_operations, attention_params
+from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, residual
+from trainwright.plan.mlp import dense_operations, mlp_params, moe_operations
+from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Piece, Saved
+from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.model import DenseMlp, LayerSpec
+
+NORM_AGAIN = FULL | marks("norm")
+
+
+def layer_piece(table: Table, layer: LayerSpec) -> Piece:
+    """One transformer layer, in the order in which it runs."""
+    mlp, size = layer.mlp, table.recipe.compute_bytes
+    residual_bytes = table.residual_tokens * table.model.d_model * size
+    inner = dense_operations(table, mlp) if isinstance(mlp, DenseMlp) else moe_operations(table, mlp)
+    operations = (
+        norm(table, NORM_AGAIN),
+        *entry(table, "attention", FULL),
+        *attention_operations(table, layer),
+        *leave(table, "attention", FULL),
+        residual(table, FULL),
+        norm(table, NORM_AGAIN),
+        *inner,
+        residual(table, FULL),
+        *(norm(table, NORM_AGAIN),) * (table.model.norms_per_layer - 2),
+    )
+    params, expert_params = mlp_params(table, mlp)
+    params = params + attention_params(table, layer) + table.model.norms_per_layer * table.model.norm_params
+    return Piece(
+        (*operations, accumulation(table, params + expert_params)),
+        params,
+        residual_bytes,
+        _gradient_bytes(table, layer) + _gathered_kv_bytes(table, operations),
+        expert_params,
+        is_routed=not isinstance(mlp, DenseMlp) and table.recipe.capacity_factor is None,
+    )
+
+
+def _gradient_bytes(table: Table, layer: LayerSpec) -> Floats:
+    """Gradients of activations that live together while an MLP's backward runs, its widest part."""
+    mlp, size, d_model = layer.mlp, table.recipe.compute_bytes, table.model.d_model
+    if isinstance(mlp, DenseMlp):
+        return table.tokens * ((mlp.gated + 2) * mlp.d_ff / table.columns.tp + 2 * d_model) * size
+    load = table.recipe.capacity_factor or table.recipe.expert_imbalance
+    rows = table.residual_tokens * mlp.top_k * load * table.columns.etp
+    inner = (mlp.gated + 2) * mlp.d_ff / table.columns.etp
+    shared = table.tokens * mlp.d_ff_shared / table.columns.tp
+    # The gradient of the experts' tokens, and the buffer that it is sent back from.
+    return (rows * (inner + 2 * d_model) + table.residual_tokens * 2 * d_model + shared) * size
+
+
+def _gathered_kv_bytes(table: Table, operations: tuple[Operation, ...]) -> Floats:
+    """Keys and values of other cp ranks and their gradients, live in the backward of one layer: of the whole
+    sequence where they are gathered, of two ranks where they go round."""
+    messages = [each.message_bytes for each in operations if isinstance(each, Collective) and each.axis == "cp"]
+    share = {"all_gather": 1.0, "ring": 2 / table.columns.cp, "all_to_all": 0.5}[table.recipe.cp_method]
+    return sum((2 * each * share * (table.columns.cp > 1) for each in messages), np.zeros(1))
+
+
+def embedding_piece(table: Table) -> Piece:
+    """Token lookup, vocabulary-parallel over tp; positions where they are learned."""
+    model, size, tp = table.model, table.recipe.compute_bytes, table.columns.tp
+    out_bytes = table.tokens * model.d_model * size
+    ids = 8 * table.tokens
+    lookup = Elementwise("embedding", 2 * out_bytes, 2 * out_bytes, (Saved(ids),))
+    params = np.ceil(model.vocab_size / tp) * model.d_model + model.learned_positions * model.d_model
+    operations = (lookup, *leave(table, "embedding"), accumulation(table, params))
+    return Piece(operations, params, ids, 0 * out_bytes)
+
+
+def tied_piece(table: Table) -> Piece:
+    """The head's own copy of a tied embedding table, where it stands on another stage than the embedding."""
+    params = np.ceil(table.model.vocab_size / table.columns.tp) * table.model.d_model
+    return Piece((), params, 0 * params, 0 * params)
+
+
+def head_piece(table: Table) -> Piece:
+    """Final norm, logits and loss, vocabulary-parallel over tp, in `Recipe.loss_chunks` pieces of the sequence."""
+    model, size, tp = table.model, table.recipe.compute_bytes, table.columns.tp
+    residual_bytes = table.residual_tokens * model.d_model * size
+    vocab = np.ceil(model.vocab_size / tp)
+    own_matrix = 0 if model.tied_embeddings else 1
+    params = own_matrix * vocab * model.d_model + model.norm_params + vocab * model.head_bias
+    operations, logits_bytes, working = _loss_operations(table, residual_bytes, vocab)
+    operations = (*operations, accumulation(table, params))
+    return Piece(operations, params, residual_bytes, working, logits_bytes=logits_bytes)
+
+
+def _loss_operations(
+    table: Table, input_bytes: Floats, vocab: Floats
+) -> tuple[tuple[Operation, ...], Floats, Floats]:
+    """From the residual stream to the loss; the logits that are kept; and what lives beside them in its
+    backward."""
+    model, size, tp = table.model, table.recipe.compute_bytes, table.columns.tp
+    logits = table.tokens * vocab
+    # In fp32 at least: forward reads the logits and writes their log-softmax; backward reads them, writes the
+    # softmax, scales it in place, and rounds it to the logits' format.
+    wide = max(size, 4)
+    rounding = wide + size if size < wide else 0
+    # Live in backward beside the logits: the softmax that becomes their gradient, and that rounded.
+    copies = wide + (size if size < wide else 0)
+    loss = Elementwise("loss", (size + wide) * logits, (size + 3 * wide + rounding) * logits, kernels=2)
+    if table.recipe.loss_kernel == "fused":
+        # Forward reads the logits twice, for the maximum and the sum, and writes their gradient over them.
+        copies, loss = 0, Elementwise("loss", 3 * size * logits, 0 * logits)
+    saved = (Saved(input_bytes),)
+    matmul = Matmul("head", table.tokens, of(table, model.d_model), vocab, saved, in_low_precision=False)
+    # Where the vocabulary is cut, its ranks exchange two numbers per token.
+    exchange = Collective("loss", "tp", ("all_gather",), (), 2 * max(size, 4) * table.tokens * tp)
+    operations = (norm(table), *entry(table, "head"), matmul, exchange, loss)
+    if table.recipe.loss_chunks > 1:
+        # A piece's gradient is made right after its loss, so that its logits are alive for a moment only.
+        return operations, 0 * logits, logits * (size + copies) / table.recipe.loss_chunks
+    return operations, size * logits, logits * copies
+
+
+def mtp_piece(table: Table) -> Piece:
+    """One module of multi-token prediction (arXiv:2412.19437 s2.2): the last hidden state and the next token's
+    embedding, normed and projected together, a layer like the last, and the shared head and loss once more."""
+    model, size = table.model, table.recipe.compute_bytes
+    layer = layer_piece(table, model.layers[-1])
+    residual_bytes = table.residual_tokens * model.d_model * size
+    vocab = np.ceil(model.vocab_size / table.columns.tp)
+    # The joining projection is whole on every tp rank, and works on its part of the sequence.
+    joined = Saved(2 * residual_bytes)
+    join = Matmul(
+        "mtp join", table.residual_tokens, of(table, 2 * model.d_model), of(table, model.d_model), (joined,)
+    )
+    loss, logits_bytes, working = _loss_operations(table, residual_bytes, vocab)
+    own = of(table, 2 * model.d_model**2 + 3 * model.norm_params)
+    operations = (norm(table), norm(table), *casts(table, join), join, *layer.operations, *loss)
+    return Piece(
+        (*operations, accumulation(table, own)),
+        layer.params + own,
+        residual_bytes,
+        np.maximum(layer.working_bytes, working),
+        layer.expert_params,
+        logits_bytes,
+        layer.is_routed,
+    )

@@ -1,0 +1,209 @@
+"""Seconds of a step around the pipeline: data-parallel communication that nothing hides, and the optimizer.
+
+zero 0 all-reduces gradients once; 1 reduce-scatters them and gathers parameters once; 2 reduce-scatters at every
+microbatch, or, of ranks with several chunks, when a round of microbatches has gone through one; 3 gathers at every
+forward, again at every backward where it reshards, and reduce-scatters there. HSDP all-reduces the shards over its
+replicas once. Experts do the same among the ranks that hold the same ones. The rank that is fullest counts: the
+others wait for it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from trainwright.plan import geometry, rates
+from trainwright.plan.collectives import Line, line
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Rows, Table
+from trainwright.spec.model import MoeMlp
+from trainwright.spec.units import MIB
+
+BUCKET_BYTES = 25 * MIB
+"""Of gradients that are replicated, the trainer's bucket, which is that of PyTorch DDP."""
+
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon (github.com/KellerJordan/Muon): each X <- aX + (bA + cA^2)X with A = XX^T."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A kind of rank in each row of a table: its parameters, and the seconds of its acts in one microbatch,
+    (rows,)."""
+
+    params: Floats
+    """Without those of routed experts."""
+    expert_params: Floats
+    around_params: Floats
+    """Of them, those of embedding, norm and head."""
+    forward_s: Floats
+    backward_s: Floats
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The groups that states are shared over in each row of a table, and how long their collectives take.
+
+    What is sharded travels layer by layer, and what stands around the layers; replicated gradients in buckets.
+    """
+
+    gather: Line
+    scatter: Line
+    all_reduce: Line
+    between: Line
+    """HSDP's reduction over replicas of a shard."""
+    shards: Ints
+    units: Floats
+
+    @staticmethod
+    def of(table: Table) -> "Sharing":
+        """Of all parameters but those of routed experts."""
+        replicas = table.columns.replicas
+        # Replicas of a shard stand as far apart as a whole group of shards.
+        stride = geometry.stride(table, "dp") * (table.columns.dp // replicas)
+        near = np.clip(table.cluster.fabric.link_domain // stride, 1, replicas)
+        return Sharing._of(table, table.shards, geometry.shard_members(table), replicas, near)
+
+    @staticmethod
+    def of_experts(table: Table) -> "Sharing":
+        """Of the parameters of routed experts."""
+        c, shards = table.columns, table.expert_shards
+        replicas = np.maximum(table.expert_replicas // shards, 1)
+        members = geometry.expert_members(table, c.ep * c.etp, shards)
+        near = geometry.expert_members(table, c.ep * c.etp * shards, replicas)
+        return Sharing._of(table, shards, members, replicas, near)
+
+    @staticmethod
+    def _of(table: Table, shards: Ints, members: Ints, replicas: Ints, near: Ints) -> "Sharing":
+        cluster = table.cluster
+        return Sharing(
+            gather=line(cluster, "all_gather", shards, members),
+            scatter=line(cluster, "reduce_scatter", shards, members),
+            all_reduce=line(cluster, "all_reduce", shards, members),
+            between=line(cluster, "all_reduce", replicas, near),
+            shards=shards,
+            units=table.model.num_layers / table.columns.pp + 1,
+        )
+
+    def take(self, rows: Rows) -> "Sharing":
+        return Sharing(
+            gather=self.gather.take(rows),
+            scatter=self.scatter.take(rows),
+            all_reduce=self.all_reduce.take(rows),
+            between=self.between.take(rows),
+            shards=self.shards[rows],
+            units=self.units[rows],
+        )
+
+    def seconds(self, table: Table, params: Floats) -> "_Seconds":
+        """Of each collective over the states of `params` parameters, all of them once."""
+        recipe = table.recipe
+        weight = recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
+        gradient_bytes = params * recipe.gradient_bytes
+        buckets = np.maximum(np.ceil(gradient_bytes / BUCKET_BYTES), 1)
+
+        def over(each: Line, message: Floats, parts: Floats) -> Floats:
+            return parts * each.latency_s + message * each.s_per_byte
+
+        return _Seconds(
+            over(self.gather, params * weight, self.units),
+            over(self.scatter, gradient_bytes, self.units),
+            over(self.all_reduce, gradient_bytes, buckets),
+            over(self.between, gradient_bytes / self.shards, self.units),
+        )
+
+
+class _Seconds(NamedTuple):
+    gather: Floats
+    scatter: Floats
+    all_reduce: Floats
+    between: Floats
+
+
+def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | None) -> Floats:
+    """Exposed seconds of dp communication in a step, (rows,)."""
+    recipe, overlap = table.recipe, table.cluster.rates.overlap
+    zero, microbatches = table.columns.zero, passes(table)
+    seconds = dense.seconds(table, ranks.params)
+    if experts is not None:
+        more = experts.seconds(table, ranks.expert_params)
+        seconds = _Seconds(*(one + other for one, other in zip(seconds, more, strict=True)))
+    gather, scatter, all_reduce, between = seconds
+    count = reductions(table)
+    once = np.where(zero == 0, all_reduce, gather + np.where(zero == 2, count, 1.0) * scatter) + between
+    # It may hide behind the compute of the microbatches in which it happens.
+    if recipe.overlap.dp:
+        window = (ranks.forward_s + ranks.backward_s) * np.where(zero == 2, count, 1.0)
+        once = once - np.minimum(once * overlap.dp, window)
+    in_turn_s = table.cluster.rates.serial_gather_s
+    if in_turn_s:
+        once = once + np.where((zero == 1) & (dense.shards > 1), dense.shards * in_turn_s, 0.0)
+    sharded = np.flatnonzero(zero == 3)
+    if not len(sharded):
+        return once
+    gather, scatter, forward, backward = (
+        each[sharded] for each in (gather, scatter, ranks.forward_s, ranks.backward_s)
+    )
+    again = gather * table.columns.reshard[sharded]
+    power = overlap.fsdp_norm if recipe.overlap.dp else 1.0
+    every = _beside(forward, gather, power) + _beside(backward, again + scatter, power)
+    once[sharded] = microbatches[sharded] * every + between[sharded]
+    return once
+
+
+def passes(table: Table) -> Floats:
+    """Microbatches that go through each stage of a rank in a step: of dualpipe's two copies, half each,
+    (rows,)."""
+    halved = table.columns.schedule == SCHEDULE.index("dualpipe")
+    return table.num_microbatches / np.where(halved, 2, 1)
+
+
+def reductions(table: Table) -> Floats:
+    """How often in a step zero 2 reduces a chunk's gradients (`spec.schedule.round_ends`), (rows,)."""
+    c, count = table.columns, passes(table)
+    interleaved, breadth = (c.schedule == SCHEDULE.index(name) for name in ("interleaved_1f1b", "breadth_first"))
+    return np.where(interleaved, np.ceil(count / c.pp), np.where(breadth, 1.0, count))
+
+
+def _beside(compute_s: Floats, communication_s: Floats, power: float) -> Floats:
+    """Seconds by which communication beside compute makes it longer: their p-norm, less the compute."""
+    longer = np.maximum(compute_s, communication_s)
+    ratio = np.minimum(compute_s, communication_s) / np.maximum(longer, 1e-300)
+    return longer * (1 + ratio**power) ** (1 / power) - compute_s
+
+
+def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
+    """Seconds of clipping and the update, (rows,)."""
+    recipe, cluster, sharded = table.recipe, table.cluster, table.columns.zero >= 1
+    local = np.where(sharded, ranks.params / table.shards, ranks.params)
+    local = local + np.where(sharded, ranks.expert_params / table.expert_shards, ranks.expert_params)
+    # Clipping reads a gradient for the norm, and reads and writes it to scale; the update reads it, and reads and
+    # writes the weight and its moments: 40 bytes a parameter in fp32. Published steps fit 32-38 with clipping.
+    gradients = 4 if recipe.grad_clip else 1
+    moments = (
+        2.0 if recipe.optimizer.name == "adamw" else 1 + ranks.around_params / (ranks.params + ranks.expert_params)
+    )
+    traffic = gradients * recipe.gradient_bytes + 2 * recipe.master_bytes + 2 * moments * recipe.moment_bytes
+    seconds = rates.memory_s(cluster, local * traffic)
+    if recipe.optimizer.name == "muon":
+        seconds = seconds + _newton_schulz_s(table, ranks)
+    if recipe.optimizer.offload:
+        # Gradients go to the host, where the update runs, and new weights come back.
+        bytes_per_s = cluster.node.host_bytes_per_s or cluster.device.memory_bytes_per_s
+        seconds = seconds + local * (recipe.gradient_bytes + recipe.compute_bytes) / bytes_per_s
+    return seconds
+
+
+def _newton_schulz_s(table: Table, ranks: Ranks) -> Floats:
+    """Seconds of orthogonalizing the hidden matrices, shared out over the ranks that hold them: a step for one of
+    (a, b), a <= b, takes 4 a^2 b + 2 a^3 FLOPs, at most 6 a for each parameter; a is d_model, or an expert's
+    width."""
+    wide = float(table.model.d_model)
+    widths = [layer.mlp.d_ff for layer in table.model.layer_counts() if isinstance(layer.mlp, MoeMlp)]
+    narrow = min(wide, float(max(widths, default=0)))
+    sharded = table.columns.zero >= 1
+    dense = (ranks.params - ranks.around_params) / np.where(sharded, table.shards, 1)
+    experts = ranks.expert_params / np.where(sharded, table.expert_shards, 1)
+    flops = NEWTON_SCHULZ_STEPS * 6 * (dense * wide + experts * narrow)
+    peak = table.cluster.peak("bf16") or table.cluster.device.peak_flops_per_s.fp32
+    rate = table.cluster.rates.matmul.get("bf16") or table.cluster.rates.matmul["fp32"]
+    return flops / (peak * rate.fraction[-1])

@@ -1,0 +1,291 @@
+"""Every field of a run that says how it is trained is one that the trainer obeys or that its door refuses.
+
+All fields of the nouns below are flipped to other legal values, one at a time. What the door lets through has to
+be listed here as obeyed, and the trainer's program has to read it.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+import trainwright.train.door
+from tests.bare.plans import cluster, dense_model
+from trainwright.spec.base import Noun
+from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.layout import Layout
+from trainwright.spec.model import (
+    DenseMlp,
+    GroupedQueryAttention,
+    LayerGroup,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+    RopeScaling,
+)
+from trainwright.spec.recipe import Optimizer, Overlap, Recipe
+from trainwright.spec.run import DataSpec, Run
+from trainwright.train.door import require_trainable
+
+# With both ends of every choice in reach: shards, a pipeline, a window, rotary scaling.
+RUN = Run(
+    layout=Layout(tp=2, pp=2, dp=2),
+    recipe=Recipe(seq_len=64, global_batch=16, precision="fp32"),
+    model=dense_model().changed(
+        rope=Rope(scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=32))
+    ),
+    data=DataSpec(vocab_size=512),
+    cluster=cluster(devices=64),
+)
+
+PLACES: dict[str, type[Noun]] = {
+    "layout": Layout,
+    "recipe": Recipe,
+    "recipe.optimizer": Optimizer,
+    "recipe.overlap": Overlap,
+    "model": ModelSpec,
+    "model.rope": Rope,
+    "model.rope.scaling": RopeScaling,
+    "attention": GroupedQueryAttention,
+    "mlp": DenseMlp,
+}
+"""Where the nouns stand; the last two in each layer."""
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "layout.tp": (1, 4),
+    "layout.cp": (2,),
+    "layout.pp": (4,),
+    "layout.vpp": (2,),
+    "layout.ep": (2,),
+    "layout.etp": (2,),
+    "layout.dp": (1, 4),
+    "layout.stage_layers": ((1, 3), (4, 0)),
+    "recipe.seq_len": (32,),
+    "recipe.global_batch": (8,),
+    "recipe.micro_batch": (2,),
+    "recipe.recompute_ops": (("norm",), ("attention", "mlp")),
+    "recipe.recompute_layers": (1,),
+    "recipe.dp_replicate": (2,),
+    "recipe.dropout": (0.1,),
+    "recipe.loss_chunks": (2,),
+    "recipe.capacity_factor": (1.0, 1.5),
+    "recipe.expert_imbalance": (1.5,),
+    "recipe.grad_clip": (0.0,),
+    "recipe.seed": (1,),
+    "recipe.optimizer.lr": (1e-3,),
+    "recipe.optimizer.beta1": (0.8,),
+    "recipe.optimizer.beta2": (0.99,),
+    "recipe.optimizer.epsilon": (1e-6,),
+    "recipe.optimizer.weight_decay": (0.0,),
+    "recipe.optimizer.warmup_steps": (0,),
+    "recipe.optimizer.min_lr_fraction": (0.0,),
+    "recipe.optimizer.decay_fraction": (0.5,),
+    "model.d_model": (32,),
+    "model.vocab_size": (1024,),
+    "model.norm_epsilon": (1e-6,),
+    "model.rope": (None,),
+    "model.learned_positions": (64,),
+    "model.max_positions": (64,),
+    "model.logit_softcap": (30.0,),
+    "model.mtp_depth": (1,),
+    "model.rope.theta": (5e5,),
+    "model.rope.local_theta": (1e4,),
+    "model.rope.fraction": (0.5,),
+    "model.rope.scaling": (None,),
+    "model.rope.scaling.factor": (4.0,),
+    "model.rope.scaling.original_max_positions": (16,),
+    "model.rope.scaling.low_frequency_factor": (2.0,),
+    "model.rope.scaling.high_frequency_factor": (8.0,),
+    "attention.num_heads": (8,),
+    "attention.num_kv_heads": (4,),
+    "attention.d_head": (32,),
+    "attention.sliding_window": (8,),
+    "attention.logit_softcap": (50.0,),
+    "attention.query_scale": (0.5,),
+    "mlp.d_ff": (64,),
+}
+"""Of fields that are no switches and no lists of words, whose other values are known."""
+
+SAYS_NOTHING = {
+    "model.name": "a name",
+    "model.source": "a note",
+    **{
+        f"model.rope.scaling.{field}": "of yarn, which is refused"
+        for field in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+    },
+}
+"""Fields that change no program, and why."""
+
+PARTS = {"recipe.optimizer", "recipe.overlap", "model.layer_groups", "attention.kind", "mlp.kind"}
+"""Flipped field by field, or with another noun in their place (`train` refuses all but those above)."""
+
+COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("layout.vpp", 2): {"recipe.schedule": "interleaved_1f1b"},
+    ("recipe.schedule", "interleaved_1f1b"): {"layout.vpp": 2},
+    ("recipe.schedule", "breadth_first"): {"layout.vpp": 2},
+    ("recipe.schedule", "zb_v"): {"layout.vpp": 2},
+    ("recipe.schedule", "dualpipe"): {"layout.vpp": 2},
+    ("recipe.schedule", "dualpipe_v"): {"layout.vpp": 2},
+    ("recipe.recompute_layers", 1): {"recipe.recompute": "full"},
+    ("recipe.reshard_after_forward", False): {"recipe.zero": 3},
+    ("recipe.gather_fp8", True): {"recipe.precision": "fp8-block"},
+    ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
+    ("recipe.activations_fp8", True): {"recipe.precision": "fp8-block"},
+    ("recipe.overlap.dp", False): {"recipe.zero": 0},
+}
+"""What else a value needs."""
+
+OBEYED: dict[str, tuple[Any, ...] | None] = {
+    "layout.tp": None,
+    "layout.pp": None,
+    "layout.vpp": None,
+    "layout.dp": None,
+    "layout.order": None,
+    "layout.stage_layers": None,
+    "recipe.seq_len": None,
+    "recipe.global_batch": None,
+    "recipe.micro_batch": None,
+    "recipe.precision": ("fp32", "bf16", "fp64"),
+    "recipe.recompute": None,
+    "recipe.recompute_layers": None,
+    "recipe.zero": None,
+    "recipe.reshard_after_forward": None,
+    "recipe.dp_replicate": None,
+    "recipe.sequence_parallel": None,
+    "recipe.schedule": ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first"),
+    "recipe.grad_clip": None,
+    "recipe.seed": None,
+    **{
+        f"recipe.optimizer.{field}": None
+        for field in (
+            "lr",
+            "beta1",
+            "beta2",
+            "epsilon",
+            "weight_decay",
+            "warmup_steps",
+            "schedule",
+            "min_lr_fraction",
+            "decay_fraction",
+        )
+    },
+    "recipe.overlap.dp": None,
+    "recipe.overlap.pp": None,
+    "model.d_model": None,
+    "model.vocab_size": None,
+    "model.tied_embeddings": None,
+    "model.head_bias": None,
+    "model.norm": None,
+    "model.norm_epsilon": None,
+    "model.rope": None,
+    "model.max_positions": None,
+    "model.rope.theta": None,
+    "model.rope.fraction": None,
+    "model.rope.scaling": None,
+    "model.rope.scaling.kind": ("llama3", "linear"),
+    **{
+        f"model.rope.scaling.{field}": None
+        for field in ("factor", "original_max_positions", "low_frequency_factor", "high_frequency_factor")
+    },
+    "attention.num_heads": None,
+    "attention.num_kv_heads": None,
+    "attention.d_head": None,
+    "attention.sliding_window": None,
+    "attention.qkv_bias": None,
+    "attention.out_bias": None,
+    "attention.qk_norm": ("none", "per_head"),
+    "attention.query_scale": None,
+    "mlp.d_ff": None,
+    "mlp.gated": None,
+    "mlp.activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    "mlp.bias": None,
+}
+"""What the trainer does as it is told: any value, or these."""
+
+CHECKED_ALONE = {"model.max_positions"}
+"""Obeyed by `Run.check`, which bounds other fields by it."""
+
+
+def with_choice(run: Run, path: str, value: object) -> Run:
+    """`run` with the field at `path`; in every layer, where it is a layer's."""
+    place, _, field = path.rpartition(".")
+    if place not in ("attention", "mlp"):
+        return run.with_value(path, value)
+    layer = run.model.layers[0]
+    layer = layer.changed(**{place: getattr(layer, place).changed(**{field: value})})
+    group = LayerGroup(repeat=run.model.num_layers, pattern=(LayerSpec.parse(layer.model_dump()),))
+    return run.changed(model=run.model.changed(layer_groups=(group,)))
+
+
+def value_at(run: Run, path: str) -> object:
+    at: Any = run.model.layers[0] if path.startswith(("attention.", "mlp.")) else run
+    for part in path.split("."):
+        at = getattr(at, part)
+    return at
+
+
+def fields() -> Iterator[str]:
+    for place, noun in PLACES.items():
+        yield from (f"{place}.{name}" for name in noun.model_fields)
+
+
+def other_values(path: str) -> tuple[Any, ...]:
+    """Legal values of a field that aren't the run's own."""
+    place, _, name = path.rpartition(".")
+    if path in OTHERS:
+        return OTHERS[path]
+    annotation = PLACES[place].model_fields[name].annotation
+    words = (False, True) if annotation is bool else ()
+    if get_origin(annotation) is Literal:
+        words = get_args(annotation)
+    return tuple(word for word in words if word != value_at(RUN, path))
+
+
+def flips() -> list[tuple[str, Any]]:
+    return [(path, value) for path in fields() for value in other_values(path)]
+
+
+def flipped(path: str, value: object) -> Run:
+    companions = COMPANIONS.get((path, value))
+    if companions is None:
+        return with_choice(RUN, path, value)
+    return RUN.with_values([*companions.items(), (path, value)])
+
+
+def test_the_run_is_trainable_itself() -> None:
+    require_trainable(RUN.check())
+
+
+def test_every_field_is_flipped() -> None:
+    untouched = [path for path in fields() if not other_values(path) and path not in PARTS | set(SAYS_NOTHING)]
+    assert not untouched, "no other value is known of these; give one in OTHERS"
+    assert set(OBEYED) <= set(fields()), "fields that no longer exist"
+
+
+@pytest.mark.parametrize(("path", "value"), flips(), ids=str)
+def test_a_flipped_field_is_obeyed_or_refused(path: str, value: object) -> None:
+    run, obeyed = flipped(path, value), OBEYED.get(path, ())
+    assert value_at(run, path) == value
+    if path in SAYS_NOTHING:
+        require_trainable(run)
+    elif obeyed is None or value in obeyed:
+        require_trainable(run.check())
+    else:
+        with pytest.raises(InvalidSpec) as refused:
+            require_trainable(run)
+        message = str(refused.value)
+        assert f"{path}=" in message
+        assert "trained yet" in message
+        assert "\n" not in message
+
+
+def test_what_is_obeyed_is_read_by_the_trainer() -> None:
+    folder = Path(trainwright.train.door.__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py") if path.name != "door.py"]
+    read = {
+        node.attr for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    }
+    unread = [path for path in OBEYED if path.rpartition(".")[2] not in read and path not in CHECKED_ALONE]
+    assert not unread, "obeyed in name only"
