@@ -20,6 +20,7 @@ from trainwright.cli import catalogue
 from trainwright.plan.candidates import candidates
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.predict import predict
+from trainwright.plan.race import Race
 from trainwright.spec.layout import Layout
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
@@ -47,7 +48,7 @@ def searched() -> dict[str, float]:
     listed = time.process_time()
     evaluation = Evaluation(table)
     judged = time.process_time()
-    evaluation.fastest(evaluation.fits, asked.top)
+    Race(evaluation).fastest(evaluation.fits, asked.top)
     ended = time.process_time()
     count = len(table.columns)
     return {

@@ -1,7 +1,7 @@
 """A table's candidates judged: which fit, and which are fastest. The one code path of `predict` and `search`.
 
-Memory and a lower bound of the step are known for all of them at once; a schedule is played only where the bound
-leaves a candidate in the race, best bound first, so the answer is that of playing every one. A step is the
+Memory and a lower bound of the step are known for all of them at once; a schedule is played only where somebody asks
+for the step (`plan/race.py` asks where the bound leaves a candidate in the race). A step is the
 pipeline's makespan plus what stands around it: exposed dp communication, the optimizer, waiting for cores, for the
 slowest rank and for the host, and what the software takes beyond its operations.
 
@@ -30,7 +30,7 @@ from trainwright.plan.holding import ENOUGH_ROUNDS
 from trainwright.plan.memory import Held, moment_bytes
 from trainwright.plan.pipeline import Pipe
 from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds
-from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined
 from trainwright.spec.ledger import BytesCause, SecondsCause
 from trainwright.spec.schedule import SCHEDULES
 
@@ -55,6 +55,7 @@ class Evaluation:
         self._judge_all()
         self.fits: NDArray[np.bool_] = self.peak_bytes <= table.cluster.device.memory_bytes
         self._step_s: dict[int, float] = {}
+        self._makespans_s: dict[tuple[int | float, ...], float] = {}
 
     def inside_of(self, row: int) -> int:
         """Which of the insides a row has."""
@@ -108,10 +109,19 @@ class Evaluation:
     def step_s(self, row: int) -> float:
         """Seconds of the row's step, its schedule played."""
         if row not in self._step_s:
-            makespan_s = pipeline.makespan(self.pipe(row))
+            makespan_s = self._makespan_s(row)
             around = self.around(row, makespan_s, self.sharing_s(row, makespan_s))
             self._step_s[row] = makespan_s + sum(around.values())
         return self._step_s[row]
+
+    def _makespan_s(self, row: int) -> float:
+        """Of the row's pipeline: played once for all rows that differ in what stands around it alone."""
+        c = self.table.columns
+        shape = (c.schedule[row], c.pp[row], c.vpp[row], self.table.num_microbatches[row])
+        key = (*map(int, shape), int(self._at[row]), float(self._send_s[row]))
+        if key not in self._makespans_s:
+            self._makespans_s[key] = pipeline.makespan(self.pipe(row))
+        return self._makespans_s[key]
 
     def around(self, row: int, makespan_s: float, sharing_s: float) -> dict[SecondsCause, float]:
         """Seconds of the row's step beside the pipeline's makespan, of which `sharing_s` is waiting for cores."""
@@ -133,17 +143,6 @@ class Evaluation:
         )
         return max(shared_makespan(self.pipe(row), cores) - makespan_s, 0.0)
 
-    def fastest(self, among: NDArray[np.bool_], top: int) -> list[int]:
-        """The `top` fastest rows of `among`, fastest first; equals go by row."""
-        order = np.flatnonzero(among)
-        order = order[np.argsort(self.bound_s[order], kind="stable")]
-        best: list[tuple[float, int]] = []
-        for row in order.tolist():
-            if len(best) == top and self.bound_s[row] > best[-1][0]:
-                break
-            best = sorted([*best, (self.step_s(row), row)])[:top]
-        return [row for _, row in best]
-
     def _enough(self, row: int) -> int:
         """Microbatches that a row's moments are read off: all, or as many as fill every pipe."""
         count, pp = int(self.table.num_microbatches[row]), int(self.table.columns.pp[row])
@@ -159,10 +158,9 @@ class Evaluation:
         layers = np.array([-1 if policy.layers is None else policy.layers for policy in self.table.policies])[
             c.policy
         ]
-        columns = np.stack([c.schedule, c.pp, c.vpp, layers, enough])
-        order = np.lexsort(columns)
-        columns = columns[:, order]
-        starts = np.flatnonzero(np.r_[True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)])
+        key = combined(c.schedule, c.pp, c.vpp, layers + 1, enough)
+        order = np.argsort(key, kind="stable")
+        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0])
         table = self.table.take(order)
         dense, experts = Sharing.of(table), Sharing.of_experts(table) if table.model.is_moe else None
         for start, end in zip(starts, np.r_[starts[1:], len(order)], strict=True):

@@ -19,7 +19,7 @@ from trainwright.plan import geometry
 from trainwright.plan.acts import PAIRED, Acts, Clock, Seconds
 from trainwright.plan.operations import Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, tied_piece
-from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys
 
@@ -64,10 +64,7 @@ def insides(table: Table) -> tuple[Ints, NDArray[np.intp]]:
     c = table.columns
     members = geometry.expert_members(table, c.etp, c.ep)
     paired = np.isin(c.schedule, [place for place, name in enumerate(SCHEDULE) if name in PAIRED])
-    key = np.zeros(len(c), dtype=np.int64)
-    for column in (c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired.astype(np.int64)):
-        values, place = np.unique(column, return_inverse=True)
-        key = key * len(values) + place.ravel()
+    key = combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired.astype(np.int64))
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first.astype(np.int64), inverse.ravel()
 

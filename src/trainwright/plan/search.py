@@ -49,5 +49,10 @@ def search(question: Question) -> Answer:
         reasons = why(question, ranking.race, ranking.rows[0], plans[0])
     else:
         reasons = why_nothing_fits(question, evaluation)
-    counts = {"considered": ranking.considered, "judged": len(evaluation.fits), "feasible": evaluation.fits.sum()}
-    return Answer(**{name: int(count) for name, count in counts.items()}, plans=plans, why=tuple(reasons))
+    return Answer(
+        considered=ranking.considered,
+        judged=len(evaluation.fits),
+        feasible=int(evaluation.fits.sum()),
+        plans=plans,
+        why=tuple(reasons),
+    )

@@ -8,6 +8,7 @@ the axes' order in ORDER, what is recomputed in the table's own `policies`.
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -36,6 +37,18 @@ FULL = 1 << len(RECOMPUTE_OPS)
 def marks(*ops: RecomputeOp) -> int:
     """A set of recomputed operations as bits."""
     return sum(1 << RECOMPUTE_OPS.index(op) for op in set(ops))
+
+
+def combined(*columns: Ints) -> Ints:
+    """One number for each row, equal where all columns are equal."""
+    largest = [int(column.max(initial=0)) + 1 for column in columns]
+    if prod(largest) >= 1 << 62:
+        columns = tuple(np.unique(column, return_inverse=True)[1].ravel() for column in columns)
+        largest = [int(column.max(initial=0)) + 1 for column in columns]
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column, count in zip(columns, largest, strict=True):
+        key = key * count + column
+    return key
 
 
 class Policy(NamedTuple):
