@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trainwright.cli import catalogue
-from trainwright.cli.published import Predictor
+from trainwright.cli.published import Predictor, judge, read_runs
 from trainwright.measure.fit import Fitted, Problem, fit, leave_out, source_weights
 from trainwright.spec.errors import reject
 from trainwright.spec.published import PublishedRun
@@ -42,6 +42,15 @@ def cross_validated(problem: Problem, fitted: Fitted, judged: Sequence[Judged], 
     folds = [fold_of(by)(each.published) for each in judged]
     predicted = leave_out(problem, fitted, folds)
     return [each.changed(predicted_step_s=float(value)) for each, value in zip(judged, predicted, strict=True)]
+
+
+def judged_apart(judged: Sequence[Judged], by: str) -> list[Judged]:
+    """Rows of a table, each predicted with constants that were fitted to its other rows and the catalogue's,
+    without any of its source or publisher."""
+    own = {each.published.id for each in judged}
+    shipped, _ = judge([run for run in read_runs(None)[0] if run.id not in own])
+    together = [*judged, *shipped]
+    return cross_validated(*fitted_to(together), together, by)[: len(judged)]
 
 
 def fitted_to(judged: Sequence[Judged]) -> tuple[Problem, Fitted]:

@@ -27,7 +27,10 @@ def validate(
     ] = None,
     cv: Annotated[
         Fold | None,
-        typer.Option(help="Judge each row with constants fitted without its source, or publisher; takes minutes."),
+        typer.Option(
+            help="Judge each row with constants fitted to these and the program's rows without its source, or "
+            "publisher; takes minutes."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,9 +42,9 @@ def validate(
     runs, unread = read_runs(table)
     judged, refused = judge(runs)
     if cv is not None and judged:
-        from trainwright.cli.fitting import cross_validated, fitted_to
+        from trainwright.cli.fitting import judged_apart
 
-        judged = cross_validated(*fitted_to(judged), judged, cv.value)
+        judged = judged_apart(judged, cv.value)
     result = validation(judged, [*unread, *refused], catalogue.bands(), folds=None if cv is None else cv.value)
     if as_json:
         from trainwright.cli.output import show_json

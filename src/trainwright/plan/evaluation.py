@@ -1,9 +1,9 @@
 """A table's candidates judged: which fit, and which are fastest. The one code path of `predict` and `search`.
 
-Memory and a lower bound of the step are known for all of them at once; a schedule is played only where somebody asks
-for the step (`plan/race.py` asks where the bound leaves a candidate in the race). A step is the
-pipeline's makespan plus what stands around it: exposed dp communication, the optimizer, waiting for cores, for the
-slowest rank and for the host, and what the software takes beyond its operations.
+Memory and a lower bound of the step are known for all of them at once; a schedule is played only where somebody
+asks for the step (`plan/race.py` asks where the bound leaves a candidate in the race). A step is the pipeline's
+makespan plus what stands around it: exposed dp communication, the optimizer, waiting for cores, for the slowest
+rank and for the host, and what the software takes beyond its operations.
 
 Candidates are taken in groups of one shape (`assembly.Shape`), whose stages are cut alike, so that all is arrays
 over (candidates, counts).
