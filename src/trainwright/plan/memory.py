@@ -106,7 +106,7 @@ def _communication(table: Table, shape: Shape, at: Moments, held: Held, activati
     layers = 2 * shape.num_kinds
     send = table.residual_tokens * table.model.d_model * size * (table.columns.pp > 1)
     gather = table.tokens * table.model.d_model * size * (table.columns.tp > 1)
-    buffers = np.broadcast_to(2 * send + gather, activations.shape)
+    buffers = np.broadcast_to(2 * send + gather + table.cluster.buffer_bytes, activations.shape)
     if not np.any(zero >= 2):
         return buffers
 

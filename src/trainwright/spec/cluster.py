@@ -255,6 +255,8 @@ class ClusterSpec(Noun):
     """Kind of training software that the rates are of, by its name in the catalogue; empty: none of them."""
     framework_bytes: Natural = 0
     """Memory of a device that the program can't use for tensors: context, communicator buffers, fragments."""
+    buffer_bytes: Natural = 0
+    """Of buffers that the software keeps for collectives whatever the layout, as DeepSpeed's buckets."""
     allocator_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """What the allocator reserves beyond the tensors of the peak, as fragments and cached blocks, over their
     bytes."""
