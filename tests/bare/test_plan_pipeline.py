@@ -258,8 +258,9 @@ def states_walked(row: tuple[Act, ...], vpp: int) -> set[tuple[int, ...]]:
         place += len(turn)
         for act in turn:
             whole[act.chunk] += act.kind == "F"
-        chunks = {act.chunk for act in turn if act.kind != "F"}
-        if chunks:
+        # A weight gradient drops what it read, and has no working set.
+        chunks = {act.chunk for act in turn if act.kind in "BI"}
+        if any(act.kind != "F" for act in turn):
             seen.add((*whole, *rest, *(int(chunk in chunks) for chunk in range(vpp))))
         for act in turn:
             whole[act.chunk] -= act.kind in "BI"

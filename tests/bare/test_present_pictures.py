@@ -114,7 +114,7 @@ def test_groups_are_a_partition_and_ride_what_they_span(
 ) -> None:
     run = run_of(model, cluster, layout, **recipe)
     wired = wiring(run)
-    domain = run.cluster.fabric.link_domain
+    domain = wired.domain_ranks
     for each in wired.axes:
         assert sorted(itertools.chain(*each.groups)) == list(range(run.layout.world))
         assert {len(group) for group in each.groups} == {each.degree}

@@ -84,7 +84,6 @@ def constants() -> tuple[Constant, ...]:
 
 
 @cache
-@cache
 def bands() -> Bands:
     """How measured step times lie about the planner's predictions."""
     return Bands.parse(_read_data("bands.toml"))

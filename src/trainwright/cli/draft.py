@@ -29,7 +29,7 @@ class Draft(Noun):
     budget: Budget | None = None
     model: ModelSpec
     cluster: ClusterSpec
-    fixed: dict[str, int | str] = {}  # noqa: RUF012  (pydantic copies defaults)
+    fixed: dict[str, int | str | bool] = {}  # noqa: RUF012  (pydantic copies defaults)
 
     def question(self, devices: int, top: int) -> Question:
         """What the planner is asked."""

@@ -15,7 +15,7 @@ from trainwright.cli.progress import Progress
 from trainwright.plan import predict as planner
 from trainwright.plan.answer import answer
 from trainwright.plan.remedies import diagnosed
-from trainwright.plan.sizing import counts_to_try, tried
+from trainwright.plan.sizing import counts_between, counts_to_try, tried
 from trainwright.spec.answers import Answer, Prediction
 from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.errors import InvalidSpec
@@ -65,9 +65,11 @@ def sized(question: Question, goal: Goal) -> tuple[Sizing, Searched]:
     """What each number of devices leads to, and the whole answer for the one that reaches the goal; no plans where
     none does. The question's own devices don't count."""
     started_s = time.perf_counter()
-    counts, found, illegal = counts_to_try(question, goal), [], []
+    found: list[Tried] = []
+    illegal: list[int] = []
     screen = console(errors=True)
-    with np.errstate(all="ignore"), Progress(screen) as progress:
+
+    def search_each(counts: list[int]) -> Sizing:
         for at, count in enumerate(counts):
             if screen.is_terminal:
                 progress.show(f"searching {count:,} devices", at / len(counts))
@@ -76,7 +78,15 @@ def sized(question: Question, goal: Goal) -> tuple[Sizing, Searched]:
                 illegal.append(count)
             else:
                 found.append(each)
-    sizing = Sizing(goal=goal, tried=tuple(found), illegal=tuple(illegal))
+        found.sort(key=lambda each: each.devices)
+        return Sizing(goal=goal, tried=tuple(found), illegal=tuple(sorted(illegal)))
+
+    with np.errstate(all="ignore"), Progress(screen) as progress:
+        sizing = search_each(counts_to_try(question, goal))
+        if sizing.in_time:
+            first = sizing.in_time[0].devices
+            late = [each.devices for each in found if each.devices < first]
+            sizing = search_each(counts_between(question, late[-1], first)) if late else sizing
     if sizing.answer is None:
         nothing = Answer(considered=0, judged=0, feasible=0, plans=(), why=(sizing.text,))
         return sizing, Searched(question, nothing, time.perf_counter() - started_s)

@@ -27,7 +27,8 @@ class Shape(NamedTuple):
     kinds: tuple[int, ...]
     """Of every layer, in order, its place among the kinds."""
     mtp_depth: int
-    is_tied: bool
+    has_copy: bool
+    """The last stage reads the embedding's table too."""
     stage_layers: tuple[int, ...]
 
     @property
@@ -50,7 +51,7 @@ def shape_of(table: Table, schedule: str, pp: int, vpp: int, recompute_layers: i
         recompute_layers,
         kinds,
         table.model.mtp_depth,
-        table.model.tied_embeddings,
+        table.model.embeds_last,
         table.stage_layers,
     )
 
@@ -73,7 +74,7 @@ def assembly(shape: Shape) -> Assembly:
     schedule = SCHEDULES[shape.schedule]
     stage_of = np.array(schedule.stages(shape.pp, shape.vpp), dtype=np.int64)
     kinds, count = shape.num_kinds, schedule.num_stages(shape.pp, shape.vpp)
-    stages = np.zeros((count, shape.head + 1 + (shape.mtp_depth > 0) + shape.is_tied))
+    stages = np.zeros((count, shape.head + 1 + (shape.mtp_depth > 0) + shape.has_copy))
     for stage, layers in enumerate(layers_of_stages(len(shape.kinds), count, shape.stage_layers)):
         for place, layer in enumerate(layers):
             again = shape.recompute_layers is None or place < shape.recompute_layers
@@ -82,7 +83,7 @@ def assembly(shape: Shape) -> Assembly:
     stages[-1, shape.head] += 1
     if shape.mtp_depth:
         stages[-1, shape.head + 1] += shape.mtp_depth
-    if shape.is_tied:
+    if shape.has_copy:
         first, last = ({*np.argwhere(stage_of == stage)[:, 0].tolist()} for stage in (0, count - 1))
         stages[-1, -1] += not first & last
     return Assembly(stages, stage_of, stages[stage_of].sum(axis=1))

@@ -11,7 +11,7 @@ from trainwright.plan.linear import NORM, casts, of, projection
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
-from trainwright.spec.model import GroupedQueryAttention, LatentAttention, LayerSpec, mean_keys
+from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, mean_keys
 
 CORE = FULL | marks("attention")
 UP = FULL | marks("latent_up")
@@ -36,7 +36,8 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
         head_width = (attention.d_nope + attention.d_rope + attention.d_value) / 2
     rotary_bytes = table.tokens * rotated * size
     rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=made_again, kernels=4)
-    kept = Saved(table.tokens * (widths.query + widths.key + widths.value) * size, made_again)
+    dealt = _dealt(table, attention, widths)
+    kept = Saved(table.tokens * (widths.query + dealt.key + dealt.value) * size, made_again)
     core = _core(table, layer, heads, head_width, kept, table.tokens * widths.out * size)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
@@ -44,7 +45,7 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     cast = (Saved(table.tokens * widths.out * table.recipe.matmul_bytes, FULL),) if copied else ()
     out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
     turned = (rotary,) if table.model.rope is not None else ()
-    return (*projections, *turned, *_context(table, widths), *core, *casts(table, out), out)
+    return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
 
 
 class _Widths:
@@ -114,6 +115,15 @@ def _core(
         CORE,
     )
     return (AttentionCore("attention", flops, head_width, (kept, out), CORE, is_fused=False), softmax)
+
+
+def _dealt(table: Table, attention: Attention, widths: _Widths) -> _Widths:
+    """The widths once cp has dealt out heads by all_to_all: where a rank has fewer key/value heads than cp ranks,
+    each of those needs one for the whole sequence, so they are sent and kept several times."""
+    if table.recipe.cp_method != "all_to_all" or not isinstance(attention, GroupedQueryAttention):
+        return widths
+    whole = table.columns.cp * float(attention.d_head)
+    return _Widths(widths.query, np.maximum(widths.key, whole), np.maximum(widths.value, whole), widths.out)
 
 
 def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:

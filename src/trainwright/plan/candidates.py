@@ -61,6 +61,11 @@ def candidates(question: Question, planes: Container[Plane] | None = None) -> Ta
     return Table(question.model, cluster, question.recipe, columns, made, question.stage_layers)
 
 
+def has_planes(question: Question) -> bool:
+    """Whether any degrees of tp, cp, pp and dp multiply to the devices and split the batch."""
+    return next(_planes(question), None) is not None
+
+
 def policies(question: Question) -> tuple[Policy, ...]:
     """What is searched of recompute: nothing, some operations, everything, everything of some layers."""
     recipe, fixed = question.recipe, question.fixed.get("recompute")
@@ -138,10 +143,12 @@ def replicas_of(question: Question) -> tuple[int, ...]:
 
 def _differs(fields: dict[str, Ints], shardings: Ints) -> NDArray[np.bool_]:
     """Of every core and sharding, whether it is possible and not the same as another: nothing is sharded over one
-    rank."""
+    rank, and HSDP's replicas hold all experts."""
     zero, replicas, _ = shardings.T
+    copies = fields["tp"] * fields["cp"] * fields["dp"] // (fields["ep"] * fields["etp"])
     shards = (fields["dp"] * fields["cp"])[:, None] // replicas
-    return (fields["dp"][:, None] % replicas == 0) & ((shards > 1) | (zero == 0))
+    possible = (fields["dp"][:, None] % replicas == 0) & (copies[:, None] % replicas == 0)
+    return possible & ((shards > 1) | (zero == 0))
 
 
 def _orders_differ(

@@ -53,11 +53,12 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
     """The same for any message, of all operations but all_to_all."""
     rates = cluster.rates
     nodes = np.ceil(size / members)
-    within = cluster.fabric.link_bytes_per_s * rates.link
+    within = _links(cluster, members) * rates.link
     own_nic = max(cluster.network_bytes_per_s * rates.network, 1e-9)
     if op == "send":
         # A sender has a NIC of its own.
-        bandwidth = np.where(nodes > 1, min(within, own_nic), within)
+        pair = _links(cluster, np.minimum(members, 2)) * rates.link
+        bandwidth = np.where(nodes > 1, np.minimum(pair, own_nic), pair)
         latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s)
         slope = 1 / bandwidth
     else:
@@ -78,13 +79,21 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
     return Line(np.where(size > 1, latency, 0.0), np.where(size > 1, slope, 0.0))
 
 
+def _links(cluster: ClusterSpec, members: Ints) -> Floats:
+    """Nominal bytes per second that a device has to so many members of its scale-up domain, itself among them."""
+    fabric = cluster.fabric
+    if not fabric.link_mesh or fabric.link_domain == 1:
+        return np.full(len(members), fabric.link_bytes_per_s)
+    return fabric.link_bytes_per_s * np.clip(members - 1, 1, None) / (fabric.link_domain - 1)
+
+
 def exchange_s(
     cluster: ClusterSpec, inside_bytes: Floats, outside_bytes: Floats, size: Ints, members: Ints
 ) -> Floats:
     """Seconds until a rank has sent `inside_bytes` over its links and, beside them, `outside_bytes` over its
     NIC."""
     rates = cluster.rates
-    within = cluster.fabric.link_bytes_per_s * rates.link * rates.all_to_all
+    within = _links(cluster, members) * rates.link * rates.all_to_all
     nic = max(cluster.network_bytes_per_s * rates.network * rates.all_to_all, 1e-9)
     # Messages to all peers are under way together, but each has its start: assumed to lie between one start for
     # all and one for each, as the square root.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trainwright.plan import geometry
 from trainwright.plan.acts import PAIRED, Acts, Clock, Seconds
 from trainwright.plan.operations import Matmul, Piece
-from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, tied_piece
+from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, table_copy_piece
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys
@@ -56,7 +56,7 @@ def kinds_of(table: Table) -> list[LayerSpec]:
 
 
 def num_pieces(table: Table) -> int:
-    return 2 * len(kinds_of(table)) + 2 + bool(table.model.mtp_depth) + table.model.tied_embeddings
+    return 2 * len(kinds_of(table)) + 2 + bool(table.model.mtp_depth) + table.model.embeds_last
 
 
 def insides(table: Table) -> tuple[Ints, NDArray[np.intp]]:
@@ -90,8 +90,8 @@ class Parts:
         if table.model.mtp_depth:
             pieces.append(mtp_piece(table))
             layers.append(table.model.layers[-1])
-        if table.model.tied_embeddings:
-            pieces.append(tied_piece(table))
+        if table.model.embeds_last:
+            pieces.append(table_copy_piece(table))
             layers.append(None)
         mlps = [layer.mlp if layer and isinstance(layer.mlp, MoeMlp) else None for layer in layers]
         timed = [clock.timed(piece, mlp) for piece, mlp in zip(pieces, mlps, strict=True)]

@@ -60,8 +60,9 @@ def peaks(row: Row, vpp: int) -> States:
     drops = in_turn(kinds == "B") + splits
     whole = np.cumsum(adds - drops, axis=0) + drops
     weight_only = np.cumsum(splits - ends, axis=0) - splits + ends
-    running = ((drops + ends) > 0).astype(np.int64)
-    return np.concatenate([whole, weight_only, running], axis=1)[running.any(axis=1)]
+    # A weight gradient needs no working set of its layer: what it reads is counted, what it makes is a gradient.
+    running = (drops > 0).astype(np.int64)
+    return np.concatenate([whole, weight_only, running], axis=1)[(drops + ends > 0).any(axis=1)]
 
 
 def undominated(rows: np.ndarray) -> Ints:

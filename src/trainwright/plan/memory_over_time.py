@@ -106,7 +106,8 @@ def _stretches(turns: list[list[Played]], vpp: int) -> Iterator[_Stretch]:
         drops = [each.act for each in turn if each.act.kind != "F"]
         for each in turn:
             whole[each.act.chunk] += each.act.kind == "F"
-        running = tuple(sum(act.chunk == chunk for act in drops) for chunk in range(vpp))
+        # As in `holding`, a weight gradient has no working set.
+        running = tuple(sum(act.chunk == chunk and act.kind != "W" for act in drops) for chunk in range(vpp))
         free_s = turn[0].end_s
         yield _Stretch(free_s, _doing(turn), tuple(whole), tuple(weight_only), running)
         for act in drops:

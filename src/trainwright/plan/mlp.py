@@ -55,9 +55,8 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
     """Router, dispatch, experts, combination; shared experts see every token."""
     recipe, d_model, size = table.recipe, table.model.d_model, table.recipe.compute_bytes
     tokens, etp = table.residual_tokens, table.columns.etp
-    load = recipe.capacity_factor or recipe.expert_imbalance
     sent = tokens * mlp.top_k * (recipe.capacity_factor or 1.0)
-    rows = tokens * mlp.top_k * load * etp
+    rows = tokens * mlp.top_k * load(table) * etp
     experts = mlp.num_experts / table.columns.ep
     width = mlp.d_ff / etp
     copy_bytes = d_model * size
@@ -93,6 +92,14 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
         back,
         *_shared(table, mlp),
     )
+
+
+def load(table: Table) -> Floats:
+    """Tokens of the busiest rank's experts, over the mean: no rank can have all of more than its ep group's."""
+    recipe = table.recipe
+    if recipe.capacity_factor is not None:
+        return np.full(len(table.columns), recipe.capacity_factor)
+    return np.minimum(recipe.expert_imbalance, table.columns.ep).astype(np.float64)
 
 
 def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Floats) -> tuple[Operation, ...]:

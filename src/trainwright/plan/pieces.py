@@ -4,7 +4,7 @@ import numpy as np
 
 from trainwright.plan.attention import attention_operations, attention_params
 from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, residual
-from trainwright.plan.mlp import dense_operations, mlp_params, moe_operations
+from trainwright.plan.mlp import dense_operations, load, mlp_params, moe_operations
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.model import DenseMlp, LayerSpec
@@ -45,8 +45,7 @@ def _gradient_bytes(table: Table, layer: LayerSpec) -> Floats:
     mlp, size, d_model = layer.mlp, table.recipe.compute_bytes, table.model.d_model
     if isinstance(mlp, DenseMlp):
         return table.tokens * ((mlp.gated + 2) * mlp.d_ff / table.columns.tp + 2 * d_model) * size
-    load = table.recipe.capacity_factor or table.recipe.expert_imbalance
-    rows = table.residual_tokens * mlp.top_k * load * table.columns.etp
+    rows = table.residual_tokens * mlp.top_k * load(table) * table.columns.etp
     inner = (mlp.gated + 2) * mlp.d_ff / table.columns.etp
     shared = table.tokens * mlp.d_ff_shared / table.columns.tp
     # The gradient of the experts' tokens, and the buffer that it is sent back from.
@@ -72,8 +71,9 @@ def embedding_piece(table: Table) -> Piece:
     return Piece(operations, params, ids, 0 * out_bytes)
 
 
-def tied_piece(table: Table) -> Piece:
-    """The head's own copy of a tied embedding table, where it stands on another stage than the embedding."""
+def table_copy_piece(table: Table) -> Piece:
+    """The last rank's own copy of the embedding table, where the first stage stands on another: for a head that is
+    tied to it, or for the tokens of multi-token prediction."""
     params = np.ceil(table.model.vocab_size / table.columns.tp) * table.model.d_model
     return Piece((), params, 0 * params, 0 * params)
 

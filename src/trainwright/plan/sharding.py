@@ -60,7 +60,7 @@ class Sharing:
         replicas = table.columns.replicas
         # Replicas of a shard stand as far apart as a whole group of shards.
         stride = geometry.stride(table, "dp") * (table.columns.dp // replicas)
-        near = np.clip(table.cluster.fabric.link_domain // stride, 1, replicas)
+        near = np.clip(geometry.per_domain(table) // stride, 1, replicas)
         return Sharing._of(table, table.shards, geometry.shard_members(table), replicas, near)
 
     @staticmethod

@@ -1,10 +1,14 @@
 """How many devices finish in time: each number that makes sense is searched by itself.
 
-Those are powers of two and three times powers of two of whole nodes. What peak FLOP/s alone would take is a floor
-below which a number needs no search. Nothing else is inferred from one number for another.
+Those are powers of two and three times powers of two of whole nodes; and then, between the last of them that is
+late and the first in time, other numbers of whole nodes that split the batch. What peak FLOP/s alone would take is
+a floor below which a number needs no search. Nothing else is inferred from one number for another.
 """
 
+import numpy as np
+
 from trainwright.plan.balance import balance
+from trainwright.plan.candidates import has_planes
 from trainwright.plan.predict import prediction
 from trainwright.plan.shortlist import shortlisted
 from trainwright.spec.cluster import ClusterSpec
@@ -12,6 +16,12 @@ from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.question import Question
 from trainwright.spec.sizing import MOST_DEVICES, Goal, Tried
 from trainwright.spec.units import SECONDS_PER_DAY
+
+BALANCED = 5
+"""Of the fastest plans for a number of devices, those whose layers are balanced: as many as `plan` shows."""
+
+MOST_BETWEEN = 16
+"""Numbers of devices that are searched between two others."""
 
 
 def device_counts(cluster: ClusterSpec, most: float) -> list[int]:
@@ -40,6 +50,17 @@ def counts_to_try(question: Question, goal: Goal) -> list[int]:
     return counts[max(len(late) - 1, 0) :]
 
 
+def counts_between(question: Question, late: int, in_time: int) -> list[int]:
+    """Numbers of whole nodes (of devices, inside one) between two that were searched, rising: all that some layout
+    splits the batch over, or `MOST_BETWEEN` of them as evenly as they go."""
+    node = question.cluster.node.devices
+    unit = node if late % node == in_time % node == 0 else 1
+    counts = [count for count in range(late + unit, in_time, unit) if has_planes(question.changed(devices=count))]
+    if len(counts) <= MOST_BETWEEN:
+        return counts
+    return [counts[at] for at in np.linspace(0, len(counts) - 1, MOST_BETWEEN).round().astype(int)]
+
+
 def floor_days(question: Question, devices: int) -> float:
     """Days of the budget at the best rate that any of the cluster's curves reaches, all of the time."""
     recipe, cluster = question.recipe, question.cluster
@@ -55,16 +76,18 @@ def floor_days(question: Question, devices: int) -> float:
 
 
 def tried(question: Question, devices: int) -> Tried | None:
-    """The fastest plan for a number of devices, its layers balanced; None where no layout is legal."""
+    """The fastest plan for a number of devices, of the fastest ones with their layers balanced; None where no
+    layout is legal."""
     try:
-        evaluation, best = shortlisted(question.changed(devices=devices, top=1))
+        evaluation, best = shortlisted(question.changed(devices=devices, top=1), BALANCED)
     except InvalidSpec:
         return None
     if not best:
         return Tried(devices=devices, plan=None)
-    balanced = balance(evaluation.table, best[0])
-    evaluation, row = (balanced.evaluation, 0) if balanced else (evaluation, best[0])
-    return Tried(devices=devices, plan=prediction(evaluation, row, question.tokens))
+    found = [(evaluation, row) for row in best]
+    found += [(each.evaluation, 0) for row in best if (each := balance(evaluation.table, row))]
+    fastest, row = min(found, key=lambda each: each[0].step_s(each[1]))
+    return Tried(devices=devices, plan=prediction(fastest, row, question.tokens))
 
 
 def first_within(question: Question, days: float, least_devices: float) -> Tried | None:

@@ -54,7 +54,9 @@ def layout_view(wiring: Wiring) -> RenderableType:
     nodes = f"{wiring.nodes:,} node{'s' * (wiring.nodes > 1)} of {run.cluster.node.devices}"
     below = f"{layout_text(run.layout, run.model.is_moe)}; {nodes}"
     fabric = run.cluster.fabric
-    domain = f"{fabric.link}, among {fabric.link_domain:,} neighbouring ranks"
+    domain = f"{fabric.link}, among {wiring.domain_ranks:,} neighbouring ranks"
+    if wiring.domain_ranks < fabric.link_domain:
+        domain += f" ({fabric.link_domain:,} devices, of which so many hold ranks)"
     return Group(
         headline(f"{run.name}: {run.model.name} on {run.layout.world:,} x {run.cluster.device.name}", below),
         section(f"Ranks, counted {run.layout.order}, innermost first", _how_to_read(run.layout), _picture(wiring)),

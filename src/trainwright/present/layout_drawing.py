@@ -124,7 +124,7 @@ def _draw_node(axes: "Axes", wiring: Wiring, node: int, places: dict[int, tuple[
 
 
 def _domain_is_node(wiring: Wiring) -> bool:
-    return wiring.run.cluster.fabric.link_domain == wiring.run.cluster.node.devices
+    return wiring.domain_ranks == wiring.run.cluster.node.devices
 
 
 def _lines(wiring: Wiring) -> list[AxisGroups]:
@@ -178,5 +178,5 @@ def _lines_text(wiring: Wiring) -> str:
     held = stage_text(wiring, 0).split()[0]
     return (
         f"Fill: {'stage' if held == 'stage' else 'pipeline rank'}. Lines: the groups of rank 0, solid over "
-        f"{fabric.link} ({fabric.link_domain} neighbouring ranks), dashed over the network ({fabric.network})"
+        f"{fabric.link} ({wiring.domain_ranks} neighbouring ranks), dashed over the network ({fabric.network})"
     )

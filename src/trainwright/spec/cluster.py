@@ -119,6 +119,9 @@ class Fabric(Noun):
     """0: there is one node only."""
     nic_bytes_per_s: NonNegative = 0.0
     """Per NIC."""
+    link_mesh: bool = False
+    """Every pair of devices has a link of its own instead of a switch between all: n devices that talk to one
+    another have n - 1 of the link_domain - 1 links of each."""
     link_sharp: bool = False
     """The scale-up switches add up all_reduce (NVLS)."""
     network_sharp: bool = False
@@ -126,6 +129,8 @@ class Fabric(Noun):
 
     @model_validator(mode="after")
     def _check(self) -> "Fabric":
+        if self.link_mesh and self.link_sharp:
+            reject("link_sharp", self.link_sharp, "needs switches, and link_mesh=true has none; set one to false")
         if self.nics_per_node and not self.nic_bytes_per_s:
             reject("nic_bytes_per_s", self.nic_bytes_per_s, "must be above zero where nics_per_node is")
         return self

@@ -9,6 +9,7 @@ pipeline stage the same tp * cp * dp ranks are re-read as a grid etp x ep x edp,
 carved out of dp and cp (and of tp, where etp < tp), as Megatron-Core and DeepSeek-V3 do.
 """
 
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -35,6 +36,17 @@ class Coordinate(NamedTuple):
     cp: int
     pp: int
     dp: int
+
+
+@lru_cache(maxsize=1 << 16)
+def aligned(link_domain: int, spans: tuple[int, ...]) -> int:
+    """The most devices of a scale-up domain that can hold ranks so that no group is cut unevenly by its border.
+
+    spans: ranks from the first of a group to the first of the next, of every kind of group; the largest is the
+    world. With tp 8 and dp 32 that is 64 of the 72 devices of an NVL72 rack, as schedulers place such jobs.
+    """
+    most = min(link_domain, max(spans))
+    return next(each for each in range(most, 0, -1) if all(each % span == 0 or span % each == 0 for span in spans))
 
 
 class Layout(Noun):
@@ -88,6 +100,15 @@ class Layout(Noun):
         for inner in axes[: axes.index(axis)]:
             stride *= self.degree(inner)
         return stride
+
+    def per_domain(self, link_domain: int, replicas: int) -> int:
+        """Devices of every scale-up domain that hold ranks (`aligned`), with so many HSDP replicas."""
+        inner, experts, apart = self.tp * self.cp, self.etp * self.ep, self.stride("dp")
+        shared = experts if experts <= inner else max(experts // inner, 1) * apart
+        shards = apart * (self.dp // replicas)
+        return aligned(
+            link_domain, (self.tp, inner, self.stride("pp"), apart, self.etp, shared, shards, self.world)
+        )
 
     def coordinate(self, rank: int) -> Coordinate:
         """Place of `rank` on each axis."""

@@ -323,6 +323,11 @@ class ModelSpec(Noun):
         return self.d_model * (2 if self.norm == "layernorm" else 1)
 
     @property
+    def embeds_last(self) -> bool:
+        """The last stage reads the embedding's table: as its head, or for the tokens of multi-token prediction."""
+        return self.tied_embeddings or self.mtp_depth > 0
+
+    @property
     def norms_per_layer(self) -> int:
         return 4 if self.norm_placement == "sandwich" else 2
 

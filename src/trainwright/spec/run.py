@@ -86,6 +86,14 @@ class Run(Noun):
             )
         if layout.dp % recipe.dp_replicate:
             reject("recipe.dp_replicate", recipe.dp_replicate, f"must divide layout.dp={layout.dp}")
+        shared = layout.ep * layout.etp
+        if self.model.is_moe and recipe.dp_replicate > 1 and layout.expert_dp % recipe.dp_replicate:
+            reject(
+                "recipe.dp_replicate",
+                recipe.dp_replicate,
+                f"must divide the {layout.expert_dp} replicas of every expert, "
+                f"tp*cp*dp/(ep*etp)={layout.expert_dp * shared}/{shared}",
+            )
         split = layout.cp * (layout.tp if recipe.sequence_parallel else 1)
         if recipe.seq_len % split:
             reject(

@@ -1,14 +1,17 @@
 """Where a layout's groups lie on a cluster: the node of each rank, the groups of each axis, what travels in them
 and the links that it rides.
 
-Two ranks reach one another over the scale-up link where they are in one domain of `fabric.link_domain`
-neighbouring ranks, else over the network. A group of which some members share a domain and some do not rides
-both. Experts have groups of their own, within the tp * cp * dp ranks of each stage (`spec/layout.py`).
+Two ranks reach one another over the scale-up link where they are in one domain of neighbouring ranks, else over
+the network. A domain holds `fabric.link_domain` ranks; where it is larger than a node, as a rack is, so many of
+whole nodes that no group is cut unevenly (`Layout.per_domain`). A group of which some members share a domain and
+some do not rides both. Experts have groups of their own, within the tp * cp * dp ranks of each stage
+(`spec/layout.py`).
 """
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from trainwright.spec.errors import reject
@@ -63,16 +66,21 @@ class Wiring:
         """Nodes that the ranks fill, the last one perhaps in part."""
         return self.node_of(self.run.layout.world - 1) + 1
 
+    @cached_property
+    def domain_ranks(self) -> int:
+        """Neighbouring ranks that share a scale-up domain."""
+        return domain_ranks(self.run)
+
     def node_of(self, rank: int) -> int:
         return rank // self.run.cluster.node.devices
 
     def domain_of(self, rank: int) -> int:
         """Number of the scale-up domain."""
-        return rank // self.run.cluster.fabric.link_domain
+        return rank // self.domain_ranks
 
     def hop(self, one: int, other: int) -> Ride:
         """What one message between two ranks rides."""
-        return ride((one, other), self.run.cluster.fabric.link_domain)
+        return ride((one, other), self.domain_ranks)
 
     def report(self) -> dict[str, Any]:
         """The JSON form, with stable keys.
@@ -90,7 +98,7 @@ class Wiring:
             "nodes": self.nodes,
             "devices_per_node": run.cluster.node.devices,
             "link": run.cluster.fabric.link,
-            "link_domain": run.cluster.fabric.link_domain,
+            "link_domain": self.domain_ranks,
             "network": run.cluster.fabric.network,
             "stages": [
                 [
@@ -135,7 +143,7 @@ def wiring(run: Run) -> Wiring:
         groups |= _gradient_groups(layout, recipe.dp_replicate)
     if run.model.is_moe:
         groups |= _expert_groups(layout)
-    domain = run.cluster.fabric.link_domain
+    domain = domain_ranks(run)
     axes = tuple(
         AxisGroups(axis, of_axis, Counter(ride(group, domain) for group in of_axis), _carries(run, axis, groups))
         for axis, of_axis in groups.items()
@@ -144,6 +152,13 @@ def wiring(run: Run) -> Wiring:
     num_stages = schedule.num_stages(layout.pp, layout.vpp)
     layers = layers_of_stages(run.model.num_layers, num_stages, layout.stage_layers)
     return Wiring(run, axes, schedule.stages(layout.pp, layout.vpp), layers)
+
+
+def domain_ranks(run: Run) -> int:
+    """Neighbouring ranks that share a scale-up domain."""
+    link_domain, node = run.cluster.fabric.link_domain, run.cluster.node.devices
+    placed = run.layout.per_domain(link_domain, run.recipe.dp_replicate)
+    return placed if link_domain > node and placed >= node and placed % node == 0 else link_domain
 
 
 def ride(ranks: tuple[int, ...], link_domain: int) -> Ride:
