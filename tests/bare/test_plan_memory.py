@@ -6,6 +6,7 @@ from tests.bare.plans import dense_model, moe_model
 from tests.bare.test_plan_predict import run
 from trainwright.plan.pieces import layer_piece
 from trainwright.plan.predict import predict
+from trainwright.plan.sharding import HOST_UPDATE_BYTES_PER_S
 from trainwright.plan.table import Table, marks
 from trainwright.spec.layout import Layout
 from trainwright.spec.ledger import BytesCause
@@ -107,9 +108,13 @@ def test_offload_leaves_the_device_and_costs_the_host_link() -> None:
     params = dense_model().params
     assert kept.ledger.bytes["parameters"] - held.ledger.bytes["parameters"] == 4 * params / 2
     slow = away.changed(cluster=away.cluster.with_value("node.host_bytes_per_s", 1e9))
+    # Gradients out and weights back; the update's 28 bytes a parameter at the host's rate, for every device of a
+    # node, and no longer at the device's.
     link_s = params / 2 * (4 + 2) / 1e9
+    host_s = params / 2 * 28 * base.cluster.node.devices / HOST_UPDATE_BYTES_PER_S
+    device_s = params / 2 * 28 / (base.cluster.device.memory_bytes_per_s * base.cluster.rates.memory)
     difference = predict(slow).ledger.seconds["optimizer"] - kept.ledger.seconds["optimizer"]
-    assert difference == pytest.approx(link_s, rel=1e-9)
+    assert difference == pytest.approx(link_s + host_s - device_s, rel=1e-9)
 
 
 def test_chunked_loss_holds_one_chunk_of_logits() -> None:

@@ -39,6 +39,11 @@ class Ranks:
     backward_s: Floats
 
 
+HOST_UPDATE_BYTES_PER_S = 300e9
+"""Memory traffic of an update on the CPUs of a node: assumed; long streams of two sockets with 8 to 12 channels of
+DDR5 each reach 350 to 700 GB/s."""
+
+
 @dataclass(frozen=True)
 class Sharing:
     """The groups that states are shared over in each row of a table, and how long their collectives take.
@@ -178,18 +183,20 @@ def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
     local = local + np.where(sharded, ranks.expert_params / table.expert_shards, ranks.expert_params)
     # Clipping reads a gradient for the norm, and reads and writes it to scale; the update reads it, and reads and
     # writes the weight and its moments: 40 bytes a parameter in fp32. Published steps fit 32-38 with clipping.
-    gradients = 4 if recipe.grad_clip else 1
+    clipping = 3 * recipe.gradient_bytes if recipe.grad_clip else 0
     moments = (
         2.0 if recipe.optimizer.name == "adamw" else 1 + ranks.around_params / (ranks.params + ranks.expert_params)
     )
-    traffic = gradients * recipe.gradient_bytes + 2 * recipe.master_bytes + 2 * moments * recipe.moment_bytes
-    seconds = rates.memory_s(cluster, local * traffic)
+    update = recipe.gradient_bytes + 2 * recipe.master_bytes + 2 * moments * recipe.moment_bytes
+    on_device = clipping + (0 if recipe.optimizer.offload else update)
+    seconds = rates.memory_s(cluster, local * on_device)
     if recipe.optimizer.name == "muon":
         seconds = seconds + _newton_schulz_s(table, ranks)
     if recipe.optimizer.offload:
-        # Gradients go to the host, where the update runs, and new weights come back.
+        # Gradients go to the host, where the update runs for all devices of a node, and new weights come back.
         bytes_per_s = cluster.node.host_bytes_per_s or cluster.device.memory_bytes_per_s
         seconds = seconds + local * (recipe.gradient_bytes + recipe.compute_bytes) / bytes_per_s
+        seconds = seconds + local * update * cluster.node.devices / HOST_UPDATE_BYTES_PER_S
     return seconds
 
 
