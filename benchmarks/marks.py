@@ -1,9 +1,11 @@
 """Measures every mark that was asked for and writes `benchmarks/marks.md`: mark, figure, command, hardware, date.
 
 One function per mark; each gives the figure, whether it was reached, and the command that anyone can repeat.
-Whole processes are timed from outside, medians of several. Run it as `make marks` on an otherwise idle machine.
+Whole processes are timed from outside, medians of several. Run it as `make marks` on an otherwise idle machine;
+`python benchmarks/marks.py --only search` measures again what has that word.
 """
 
+import argparse
 import csv
 import io
 import json
@@ -236,9 +238,17 @@ def hardware() -> str:
 
 
 def main() -> None:
-    """Measure, print as it goes, and write the table."""
+    """Measure, print as it goes, and write the table; with `--only`, other marks keep their last line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="measure the marks that have one of these words")
+    words = parser.parse_args().only
+    table = ROOT / "benchmarks" / "marks.md"
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in table.read_text().splitlines()}
     rows = []
     for mark, measure in MARKS:
+        if words and not any(word in mark for word in words):
+            rows += [known[mark]] if mark in known else []
+            continue
         measured = measure()
         verdict = "reached" if measured.reached else "MISSED"
         print(f"{verdict:8} {mark}: {measured.figure}", flush=True)
@@ -249,7 +259,7 @@ def main() -> None:
         [
             "# Marks",
             "",
-            "Written by `make marks`; one line for each mark that was asked for, the missed ones too.",
+            "Written by `make marks`; one line for each mark that was measured, the missed ones too.",
             "",
             "| mark | measured | verdict | command | hardware | date |",
             "|---|---|---|---|---|---|",
@@ -257,7 +267,7 @@ def main() -> None:
             "",
         ]
     )
-    (ROOT / "benchmarks" / "marks.md").write_text(text)
+    table.write_text(text)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ def _balanced_text(first: Shown) -> list[str]:
     if first.balanced is None:
         return []
     sizes = sizes_text(first.plan.layout.stage_layers)
-    return [f"stages of {sizes} layers: {first.balanced.saves:.1%} faster than even ones"]
+    return [
+        f"stages of {sizes} layers: {first.balanced.saves:.1%} faster than even ones, which all that follows compares"
+    ]
 
 
 def _pareto(question: Question, ranking: Ranking, shown: list[Shown]) -> list[Prediction]:
