@@ -100,9 +100,7 @@ def _balanced_text(first: Shown) -> list[str]:
     if first.balanced is None:
         return []
     sizes = sizes_text(first.plan.layout.stage_layers)
-    return [
-        f"stages of {sizes} layers: {first.balanced.saves:.1%} faster than even ones, which all that follows compares"
-    ]
+    return [f"stages of {sizes} layers: {first.balanced.saves:.1%} faster than even ones, compared below"]
 
 
 def _pareto(question: Question, ranking: Ranking, shown: list[Shown]) -> list[Prediction]:
