@@ -1,18 +1,16 @@
 """What scripts rely on: JSON keys, exit statuses, `--set`, files, the speed of `--help`."""
 
 import io
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.bare.conftest import Asked
 from trainwright import __version__
 from trainwright.cli.files import read_noun, read_run
 from trainwright.cli.main import run
@@ -54,22 +52,6 @@ PLAN_KEYS = {
     "step_s_p90",
     "band_notes",
 }
-Asked = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def asked(capsys: pytest.CaptureFixture[str]) -> Asked:
-    """Runs a verb with --json and returns its document; checks the exit status and that nothing else is said."""
-
-    def ask(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
-        capsys.readouterr()
-        seen = run([*map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        assert seen == status, captured.err
-        assert captured.err == ""
-        return json.loads(captured.out)
-
-    return ask
 
 
 @pytest.fixture(autouse=True)

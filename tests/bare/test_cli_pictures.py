@@ -3,34 +3,17 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.bare.conftest import Asked
 from trainwright.cli.files import read_run
 from trainwright.cli.main import run
 from trainwright.plan.predict import predict
 from trainwright.spec.ledger import BYTES_CAUSES, SECONDS_CAUSES
 
 EXAMPLE = str(Path(__file__).parents[2] / "runs" / "example-16_a100x16.toml")
-Asked = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def asked(capsys: pytest.CaptureFixture[str]) -> Asked:
-    """Runs a verb with --json and returns its document; checks the exit status and that nothing else is said."""
-
-    def ask(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
-        capsys.readouterr()
-        seen = run([*map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        assert seen == status, captured.err
-        assert captured.err == ""
-        return json.loads(captured.out)
-
-    return ask
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
