@@ -213,6 +213,26 @@ def test_the_fewest_devices_are_those_of_a_scan(scanned: dict[int, Prediction]) 
     assert sizing.text.startswith(f"{least} devices finish in {scanned[least].days:.1f} days")
 
 
+def test_the_fewest_devices_may_be_no_round_number_of_nodes() -> None:
+    """A batch that 5 nodes split: every number of nodes up to 8 is searched apart, as `plan` does it."""
+    recipe = question(1).recipe.changed(global_batch=240)
+    every = {}
+    for count in range(8, 65, 8):
+        try:
+            every[count] = answer(question(count, tokens=BUDGET, recipe=recipe)).plans[0]
+        except InvalidSpec:
+            continue
+    limit = every[40].days
+    assert limit is not None
+    goal = Goal(least="gpus", days=limit * (1 + 1e-9), most_devices=64)
+    sizing, _ = sized(question(1, tokens=BUDGET, recipe=recipe), goal)
+    assert sizing.answer is not None
+    assert sizing.answer.devices == min(
+        count for count, plan in every.items() if plan.days and plan.days <= goal.days
+    )
+    assert sizing.answer.devices == 40
+
+
 def test_the_cheapest_number_is_that_of_a_scan(scanned: dict[int, Prediction]) -> None:
     limit = max(plan.days for plan in scanned.values() if plan.days)
     sizing, _ = sized(question(1, tokens=BUDGET), Goal(least="cost", days=limit, most_devices=128))

@@ -83,10 +83,7 @@ def sized(question: Question, goal: Goal) -> tuple[Sizing, Searched]:
 
     with np.errstate(all="ignore"), Progress(screen) as progress:
         sizing = search_each(counts_to_try(question, goal))
-        if sizing.in_time:
-            first = sizing.in_time[0].devices
-            late = [each.devices for each in found if each.devices < first]
-            sizing = search_each(counts_between(question, late[-1], first)) if late else sizing
+        sizing = search_each(counts_between(question, sizing))
     if sizing.answer is None:
         nothing = Answer(considered=0, judged=0, feasible=0, plans=(), why=(sizing.text,))
         return sizing, Searched(question, nothing, time.perf_counter() - started_s)

@@ -1,7 +1,7 @@
 """How many devices finish in time: each number that makes sense is searched by itself.
 
-Those are powers of two and three times powers of two of whole nodes; and then, between the last of them that is
-late and the first in time, other numbers of whole nodes that split the batch. What peak FLOP/s alone would take is
+Those are powers of two and three times powers of two of whole nodes; and then, beside the best of them, other
+numbers of whole nodes that split the batch. What peak FLOP/s alone would take is
 a floor below which a number needs no search. Nothing else is inferred from one number for another.
 """
 
@@ -14,7 +14,7 @@ from trainwright.plan.shortlist import shortlisted
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.question import Question
-from trainwright.spec.sizing import MOST_DEVICES, Goal, Tried
+from trainwright.spec.sizing import MOST_DEVICES, Goal, Sizing, Tried
 from trainwright.spec.units import SECONDS_PER_DAY
 
 BALANCED = 5
@@ -50,15 +50,28 @@ def counts_to_try(question: Question, goal: Goal) -> list[int]:
     return counts[max(len(late) - 1, 0) :]
 
 
-def counts_between(question: Question, late: int, in_time: int) -> list[int]:
-    """Numbers of whole nodes (of devices, inside one) between two that were searched, rising: all that some layout
-    splits the batch over, or `MOST_BETWEEN` of them as evenly as they go."""
+def counts_between(question: Question, sizing: Sizing) -> list[int]:
+    """Numbers of whole nodes (of devices, inside one) that were not searched and may be better, rising: those that
+    some layout splits the batch over, or `MOST_BETWEEN` of them as evenly as they go. They lie below the fewest
+    devices in time, on both sides of the cheapest, or anywhere where none is in time."""
+    counts = [each.devices for each in sizing.tried]
+    if not counts:
+        return []
+    fewer, more = counts[0], counts[-1]
+    if sizing.answer is not None:
+        at = counts.index(sizing.answer.devices)
+        fewer = counts[max(at - 1, 0)]
+        more = counts[at if sizing.goal.least == "gpus" else min(at + 1, len(counts) - 1)]
     node = question.cluster.node.devices
-    unit = node if late % node == in_time % node == 0 else 1
-    counts = [count for count in range(late + unit, in_time, unit) if has_planes(question.changed(devices=count))]
-    if len(counts) <= MOST_BETWEEN:
-        return counts
-    return [counts[at] for at in np.linspace(0, len(counts) - 1, MOST_BETWEEN).round().astype(int)]
+    unit = node if fewer % node == more % node == 0 else 1
+    between = [
+        count
+        for count in range(fewer + unit, more, unit)
+        if count not in counts and has_planes(question.changed(devices=count))
+    ]
+    if len(between) <= MOST_BETWEEN:
+        return between
+    return [between[at] for at in np.linspace(0, len(between) - 1, MOST_BETWEEN).round().astype(int)]
 
 
 def floor_days(question: Question, devices: int) -> float:
