@@ -187,6 +187,32 @@ def test_a_wrong_assignment(
     assert said in complaint(capsys, "predict", run_file, "--set", assignment)
 
 
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["recipe.zero=true"], "recipe.zero='true': input should be 0, 1, 2 or 3"),
+        (["recipe.dropout=1"], "recipe.dropout=1: "),
+        (["recipe.loss_chunks=1000000"], "recipe.loss_chunks=1000000: must be at most seq_len="),
+        (["recipe.capacity_factor=1.5"], "recipe.capacity_factor=1.5: is of experts, and "),
+        (["recipe.dispatch=hierarchical"], "recipe.dispatch='hierarchical': is of experts, and "),
+        (["recipe.overlap.ep=true"], "recipe.overlap.ep=True: is of experts, and "),
+        (["recipe.recompute=full", "recipe.recompute_layers=99999"], "recipe.recompute_layers=99999: "),
+        (["recipe.recompute=selective", 'recipe.recompute_ops=["moe"]'], "recipe.recompute_ops='moe': "),
+        (
+            ["recipe.recompute=selective", 'recipe.recompute_ops=["latent_up"]'],
+            "recipe.recompute_ops='latent_up': ",
+        ),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    assignments: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `predict`, and by `plan`, though it searches some of these."""
+    options = [option for each in assignments for option in ("--set", each)]
+    assert said in complaint(capsys, "predict", run_file, *options)
+    assert said in complaint(capsys, *plan("llama-3.1-8b"), *options)
+
+
 def test_files_that_are_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(capsys, "predict", tmp_path / "none.toml").endswith("none.toml: no such file")
     assert "is a directory; name a file" in complaint(capsys, "predict", tmp_path)

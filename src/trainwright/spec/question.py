@@ -9,7 +9,7 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import nearest, reject
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import Recipe
-from trainwright.spec.run import require_length
+from trainwright.spec.run import require_meaning
 
 SEARCHED = (
     "tp",
@@ -51,5 +51,5 @@ class Question(Noun):
         for name in self.fixed:
             if name not in SEARCHED:
                 reject("fixed", name, f"is not searched; {nearest(name, SEARCHED)}")
-        require_length(self.recipe, self.model)
+        require_meaning(self.recipe, self.model)
         return self

@@ -3,7 +3,7 @@ architecture."""
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.cluster import AttentionKernel, Format
@@ -101,7 +101,7 @@ class Recipe(Noun):
     attention_kernel: AttentionKernel = "flash"
     """flash: the newest flash attention that the device runs; flash_2, flash_1: that generation; unfused: scores
     are written to memory, and kept for backward."""
-    dropout: Probability = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of attention weights and of the two branches of a layer; above 0 its masks are kept for backward."""
     loss_kernel: Literal["plain", "fused"] = "plain"
     """plain: logits, their softmax in fp32 and its gradient are tensors of their own; fused: one kernel each way,
@@ -132,8 +132,16 @@ class Recipe(Noun):
     overlap: Overlap = Overlap()
     seed: Natural = 0
 
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _is_a_number(cls, zero: object) -> object:
+        # A Literal takes true for 1; a text is refused like any other.
+        return str(zero).lower() if isinstance(zero, bool) else zero
+
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
+        if self.loss_chunks > self.seq_len:
+            reject("loss_chunks", self.loss_chunks, f"must be at most seq_len={self.seq_len}")
         if self.global_batch % self.micro_batch:
             reject("micro_batch", self.micro_batch, f"must divide global_batch={self.global_batch}")
         if len(set(self.recompute_ops)) < len(self.recompute_ops):

@@ -14,10 +14,13 @@ from trainwright.spec.base import Count, Noun
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import reject
 from trainwright.spec.layout import Layout
-from trainwright.spec.model import GroupedQueryAttention, ModelSpec, MoeMlp
+from trainwright.spec.model import GroupedQueryAttention, LatentAttention, ModelSpec, MoeMlp
 from trainwright.spec.recipe import PRECISIONS, Recipe, format_of
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
+
+OF_EXPERTS = ("capacity_factor", "expert_imbalance", "expert_matmuls", "dispatch", "dispatch_fp8")
+"""Fields of a recipe that say how experts run."""
 
 
 class DataSpec(Noun):
@@ -101,7 +104,7 @@ class Run(Noun):
                 recipe.seq_len,
                 f"must be a multiple of {split}, as cp={layout.cp} and sequence-parallel tp={layout.tp} cut it",
             )
-        require_length(recipe, self.model)
+        require_meaning(recipe, self.model)
 
     def _check_cluster(self) -> None:
         layout, cluster = self.layout, self.cluster
@@ -171,6 +174,30 @@ class Run(Noun):
             reject("data.path", self.data.path, "is for data.source=shards; python-stdlib lies in the cache")
         if self.data.source == "shards" and not self.data.path:
             reject("data.path", "", "must name the directory of the shards where data.source=shards")
+
+
+def require_meaning(recipe: Recipe, model: ModelSpec) -> None:
+    """Reject what a recipe says of parts that the model doesn't have: it would change nothing."""
+    require_length(recipe, model)
+    if not model.is_moe:
+        for field in OF_EXPERTS:
+            value = getattr(recipe, field)
+            if value != Recipe.model_fields[field].default:
+                reject(f"recipe.{field}", value, f"is of experts, and {model.name} has none; leave it out")
+        if recipe.overlap.ep:
+            reject("recipe.overlap.ep", True, f"is of experts, and {model.name} has none; leave it out")
+    if recipe.recompute_layers is not None and recipe.recompute_layers > model.num_layers:
+        reject("recipe.recompute_layers", recipe.recompute_layers, f"{model.name} has {model.num_layers} layers")
+    if recipe.recompute == "selective":
+        layers = model.layer_counts()
+        missing = {
+            "moe": not model.is_moe,
+            "mlp": all(isinstance(layer.mlp, MoeMlp) for layer in layers),
+            "latent_up": not any(isinstance(layer.attention, LatentAttention) for layer in layers),
+        }
+        for operation in recipe.recompute_ops:
+            if missing.get(operation):
+                reject("recipe.recompute_ops", operation, f"{model.name} has no such part; leave it out")
 
 
 def require_length(recipe: Recipe, model: ModelSpec) -> None:
