@@ -38,7 +38,7 @@ def test_members_are_those_of_the_real_groups(model: str, layout: dict[str, Any]
     """On racks of 72, whose size few layouts divide."""
     run = run_of(model, "gb200-nvl72", layout, global_batch=4608)
     table = Table.of_run(run)
-    domain = int(geometry.per_domain(table)[0])
+    domain = int(table.per_domain[0])
     assert domain <= 72
     assert domain == run.layout.per_domain(72, 1)
     for axis in ("tp", "cp", "pp", "dp"):

@@ -64,8 +64,8 @@ class Sharing:
         """Of all parameters but those of routed experts."""
         replicas = table.columns.replicas
         # Replicas of a shard stand as far apart as a whole group of shards.
-        stride = geometry.stride(table, "dp") * (table.columns.dp // replicas)
-        near = np.clip(geometry.per_domain(table) // stride, 1, replicas)
+        stride = table.strides["dp"] * (table.columns.dp // replicas)
+        near = np.clip(table.per_domain // stride, 1, replicas)
         return Sharing._of(table, table.shards, geometry.shard_members(table), replicas, near)
 
     @staticmethod

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.spec.cluster import ClusterSpec
-from trainwright.spec.layout import ORDERS, Layout
+from trainwright.spec.layout import ORDERS, Axis, Layout, aligned
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import RECOMPUTE_OPS, Recipe, Recompute, RecomputeOp, ScheduleName
 from trainwright.spec.run import Run
@@ -155,6 +155,37 @@ class Table:
     @cached_property
     def num_microbatches(self) -> Ints:
         return self.recipe.global_batch // (self.columns.micro_batch * self.columns.dp)
+
+    @cached_property
+    def strides(self) -> dict[Axis, Ints]:
+        """Distance between neighbours on each axis (`Layout.stride`)."""
+        c = self.columns
+        inner = c.tp * c.cp
+        pp_outside = np.array([ORDERS[name][-1] == "pp" for name in ORDER])[c.order]
+        return {
+            "tp": np.ones(len(c), dtype=np.int64),
+            "cp": c.tp,
+            "pp": inner * np.where(pp_outside, c.dp, 1),
+            "dp": inner * np.where(pp_outside, 1, c.pp),
+        }
+
+    @cached_property
+    def per_domain(self) -> Ints:
+        """Devices of every scale-up domain that hold ranks, so that all groups of an axis lie alike
+        (`Layout.per_domain`)."""
+        c, link_domain = self.columns, self.cluster.fabric.link_domain
+        inner, experts, apart = c.tp * c.cp, c.etp * c.ep, self.strides["dp"]
+        shared = np.where(experts <= inner, experts, np.maximum(experts // inner, 1) * apart)
+        shards = apart * (c.dp // c.replicas)
+        spans = (c.tp, inner, self.strides["pp"], apart, c.etp, shared, shards, self.world)
+        most, fits = np.minimum(link_domain, self.world), np.ones(len(c), dtype=np.bool_)
+        for span in spans:
+            fits &= (most % span == 0) | (span % most == 0)
+        if not fits.all():
+            odd, place = np.unique([span[~fits] for span in spans], axis=1, return_inverse=True)
+            found = np.array([aligned(link_domain, tuple(each.tolist())) for each in odd.T])
+            most[~fits] = found[place.ravel()]
+        return most
 
     @cached_property
     def tokens(self) -> Floats:
