@@ -6,11 +6,12 @@ at most is not one number: it is every state that no other state exceeds.
 """
 
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
 from trainwright.plan.table import Ints
-from trainwright.spec.schedule import SCHEDULES, Row
+from trainwright.spec.schedule import SCHEDULES, Rows
 
 States = Ints
 """(states, 3 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, and whether
@@ -34,43 +35,41 @@ def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[S
 
 @lru_cache(maxsize=1024)
 def _holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[States, ...]:
-    rows = SCHEDULES[schedule].rows(pp, vpp, num_microbatches)
-    states = (peaks(row, vpp) for row in rows)
-    return tuple(each[undominated(each)] for each in states)
+    return tuple(each[undominated(each)] for each in peaks(SCHEDULES[schedule].rows(pp, vpp, num_microbatches), vpp))
 
 
-def peaks(row: Row, vpp: int) -> States:
-    """What is held while each turn of a row runs that drops something: what it adds is there already, what it
-    drops still is. A turn is an act, or two that are paired."""
-    kinds = np.array([act.kind for act in row])
-    chunk = np.array([act.chunk for act in row])
-    paired = np.array([act.paired for act in row])
+def peaks(rows: Rows, vpp: int) -> list[States]:
+    """What each rank holds while a turn of its row runs that drops something: what the turn adds is there already,
+    what it drops still is. A turn is an act, or two that are paired."""
+    kinds, _, chunks, paired = zip(*chain.from_iterable(rows), strict=True)
+    kind = np.frombuffer("".join(kinds).encode(), dtype="S1")
     # Of a pair, which stand side by side, the second is of the turn of the first.
-    second = paired & (np.cumsum(paired) % 2 == 0)
-    turn = np.cumsum(~second) - 1
-    turns, hot = int(turn[-1]) + 1, np.eye(vpp, dtype=np.int64)[chunk]
+    second = np.array(paired)
+    second &= np.cumsum(second) % 2 == 0
+    starts = np.flatnonzero(~second)
+    of_chunk = np.array(chunks)[:, None] == np.arange(vpp)
 
-    def in_turn(mask: np.ndarray) -> Ints:
-        """How many acts of each turn are of a kind, by chunk."""
-        total = np.zeros((turns, vpp), dtype=np.int64)
-        np.add.at(total, turn[mask], hot[mask])
-        return total
+    def in_turns(*which: bytes) -> Ints:
+        """How many acts of each turn are of these kinds, by chunk, (turns, vpp)."""
+        return np.add.reduceat(np.isin(kind, which)[:, None] & of_chunk, starts, dtype=np.int64)
 
-    adds, splits, ends = in_turn(kinds == "F"), in_turn(kinds == "I"), in_turn(kinds == "W")
-    drops = in_turn(kinds == "B") + splits
+    adds, drops, splits, ends = in_turns(b"F"), in_turns(b"B", b"I"), in_turns(b"I"), in_turns(b"W")
+    # A row leaves nothing behind, so the sums begin anew with each rank.
     whole = np.cumsum(adds - drops, axis=0) + drops
     weight_only = np.cumsum(splits - ends, axis=0) - splits + ends
     # A weight gradient needs no working set of its layer: what it reads is counted, what it makes is a gradient.
-    running = (drops > 0).astype(np.int64)
-    return np.concatenate([whole, weight_only, running], axis=1)[(drops + ends > 0).any(axis=1)]
+    states = np.concatenate([whole, weight_only, drops > 0], axis=1)
+    last = np.cumsum([len(row) for row in rows])
+    of_rank = np.split(states, np.searchsorted(starts, last[:-1]))
+    dropping = np.split((drops + ends > 0).any(axis=1), np.searchsorted(starts, last[:-1]))
+    return [held[some] for held, some in zip(of_rank, dropping, strict=True)]
 
 
 def undominated(rows: np.ndarray) -> Ints:
     """Places of the rows that no other row reaches in every column; of equal ones the first."""
-    _, first = np.unique(rows, axis=0, return_index=True)
-    places = np.sort(first)
-    unique = rows[places]
-    covers = ~np.eye(len(unique), dtype=np.bool_)
-    for column in unique.T:
-        covers &= column[None, :] >= column[:, None]
-    return places[~covers.any(axis=1)]
+    # One that reaches another sums to more, or is equal.
+    left, kept = np.argsort(-rows.sum(axis=1), kind="stable"), []
+    while len(left):
+        kept.append(left[0])
+        left = left[(rows[left] > rows[left[0]]).any(axis=1)]
+    return np.sort(kept)

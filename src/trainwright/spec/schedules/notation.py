@@ -6,7 +6,8 @@ A word is a kind of act and a chunk. Each takes the next microbatch: of forwards
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count
 
 from trainwright.spec.schedules.acts import Act, Row
 
@@ -14,22 +15,22 @@ from trainwright.spec.schedules.acts import Act, Row
 def written(phrases: Iterable[tuple[str, int]]) -> Row:
     """The row of phrases that are each done a number of times; a phrase is words with spaces between."""
     row: list[Act] = []
-    done: defaultdict[tuple[bool, int], int] = defaultdict(int)
+    numbers: defaultdict[tuple[bool, int | None], Iterator[int]] = defaultdict(count)
+    """Microbatches to come, of forwards and of backwards of each chunk."""
     waiting: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
     """Input gradients whose weight gradient is still to come, by chunk: place in the row, and microbatch."""
     for phrase, times in phrases:
-        words = _words(phrase)
-        for kind, chunk, paired in words * times:
+        words = [(*word, numbers[word[0] == "F", word[1]]) for word in _words(phrase)]
+        for kind, chunk, paired, number in words * times:
             if kind == "W":
                 of = chunk if chunk is not None else min(waiting, key=lambda each: waiting[each] or NEVER)
                 row.append(Act("W", waiting[of].popleft()[1], of))
                 continue
             assert chunk is not None, f"{kind} of {phrase!r} says no chunk"
-            counted = (kind == "F", chunk)
+            microbatch = next(number)
             if kind == "I":
-                waiting[chunk].append((len(row), done[counted]))
-            row.append(Act(kind, done[counted], chunk, paired))  # pyright: ignore[reportArgumentType]
-            done[counted] += 1
+                waiting[chunk].append((len(row), microbatch))
+            row.append(Act(kind, microbatch, chunk, paired))  # pyright: ignore[reportArgumentType]
     return tuple(row)
 
 

@@ -3,7 +3,8 @@
 A bubble is here, as in arXiv:2401.10241 s5, what the busiest rank waits between its first act and its last.
 """
 
-from collections.abc import Iterator
+from functools import lru_cache
+from itertools import zip_longest
 
 from trainwright.spec.schedules.acts import Act, Row, Rows
 from trainwright.spec.schedules.notation import written
@@ -15,17 +16,14 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int) -> Rows:
     Rank r holds pp - r microbatches whole, as under 1F1B, and up to r more for their weight gradients. The bubble
     is (pp - 1)(F + I - W), that of 1F1B less (pp - 1) 2W.
     """
-    return tuple(tuple(_with_late_weights(pp - rank - 1, rank, num_microbatches)) for rank in range(pp))
+    acts = [[Act(kind, at, 0) for at in range(num_microbatches)] for kind in ("F", "I", "W")]
+    return tuple(_staggered(acts, (0, pp - rank - 1, pp - 1)) for rank in range(pp))
 
 
-def _with_late_weights(warmup: int, late: int, num_microbatches: int) -> Iterator[Act]:
-    for at in range(num_microbatches + warmup + late):
-        if at < num_microbatches:
-            yield Act("F", at, 0)
-        if 0 <= at - warmup < num_microbatches:
-            yield Act("I", at - warmup, 0)
-        if at >= warmup + late:
-            yield Act("W", at - warmup - late, 0)
+def _staggered(acts: list[list[Act]], delays: tuple[int, ...]) -> Row:
+    """Kinds of acts in turn, each kind so many turns late."""
+    late = ([None] * delay + kind for kind, delay in zip(acts, delays, strict=True))
+    return tuple(act for turn in zip_longest(*late) for act in turn if act)
 
 
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> Rows:
@@ -37,9 +35,13 @@ def zb_v(pp: int, vpp: int, num_microbatches: int) -> Rows:
     after another and end so: a step that waits for all of them still takes (pp - 1) F more than one's work.
     """
     # With fewer microbatches the order is that of enough of them, less those that there aren't.
-    enough = max(num_microbatches, 2 * pp - 1)
-    rows = (_v_row(pp, rank, enough) for rank in range(pp))
+    rows = _v_rows(pp, max(num_microbatches, 2 * pp - 1))
     return tuple(tuple(act for act in row if act.microbatch < num_microbatches) for row in rows)
+
+
+@lru_cache(maxsize=4)
+def _v_rows(pp: int, num_microbatches: int) -> Rows:
+    return tuple(_v_row(pp, rank, num_microbatches) for rank in range(pp))
 
 
 def _v_row(pp: int, rank: int, num_microbatches: int) -> Row:
