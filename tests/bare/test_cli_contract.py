@@ -67,6 +67,17 @@ def run_file(tmp_path: Path, asked: Asked) -> Path:
     return path
 
 
+def test_plan_with_stages_of_ones_own(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    document = asked(*PLAN, "--set", "layout.stage_layers=[15,17]", "--top", "4")
+    for plan in document["plans"]:
+        assert plan["layout"]["stage_layers"] == [15, 17]
+        assert plan["layout"]["pp"] * plan["layout"]["vpp"] == 2 or plan["recipe"]["schedule"] == "dualpipe"
+    assert run([*PLAN, "--set", "layout.stage_layers=[15,16]"]) == 2
+    assert "sums to 31 layers" in capsys.readouterr().err
+    assert run([*PLAN, "--set", "layout.stage_layers=[15,17]", "--set", "layout.pp=1"]) == 2
+    assert "layout.stage_layers of 2 stages" in capsys.readouterr().err
+
+
 def test_plan(asked: Asked) -> None:
     document = asked(*PLAN, "--top", "3")
     assert set(document) == {

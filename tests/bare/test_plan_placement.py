@@ -85,3 +85,25 @@ def test_dealt_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
 def test_replicas_of_shards_must_hold_all_experts() -> None:
     with pytest.raises(ValueError, match="replicas of every expert"):
         run_of("deepseek-v3", "h800", {"dp": 64, "ep": 64}, zero=3, dp_replicate=32)
+
+
+@pytest.mark.parametrize(
+    ("field", "size", "per_domain", "gain"),
+    [
+        ("link_sharp", 8, 8, 1.3),
+        ("link_sharp", 6, 6, 1.19),  # measured; a rule over two points
+        ("link_sharp", 2, 2, 1.0),
+        ("link_sharp", 64, 8, 1.0),  # the network is in the way
+        ("network_sharp", 64, 8, 1.27),
+        ("network_sharp", 8, 8, 1.0),
+    ],
+)
+def test_switches_that_add_make_all_reduce_faster(field: str, size: int, per_domain: int, gain: float) -> None:
+    plain = run_of("llama-3.1-8b", "h100-sxm", {"dp": 64}, global_batch=64).cluster
+    adding = plain.changed(fabric=plain.fabric.changed(**{field: True}))
+    slopes = {
+        op: [line(each, op, np.array([size]), np.array([per_domain])).s_per_byte[0] for each in (plain, adding)]
+        for op in ("all_reduce", "all_gather")
+    }
+    assert slopes["all_reduce"][0] / slopes["all_reduce"][1] == pytest.approx(gain, rel=0.05)
+    assert slopes["all_gather"][0] == slopes["all_gather"][1]

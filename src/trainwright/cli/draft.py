@@ -19,6 +19,9 @@ from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Budget, DataSpec, Run
 from trainwright.spec.sizing import MOST_DEVICES, Goal, Least
 
+OWN_FIELDS = {"fixed", "stage_layers"}
+"""Of a draft, that no run has."""
+
 
 class Draft(Noun):
     """All of a `Run` but its layout, with the choices that are made already."""
@@ -30,6 +33,8 @@ class Draft(Noun):
     model: ModelSpec
     cluster: ClusterSpec
     fixed: dict[str, int | str | bool] = {}  # noqa: RUF012  (pydantic copies defaults)
+    stage_layers: tuple[int, ...] = ()
+    """`Layout.stage_layers`, which the search doesn't choose."""
 
     def question(self, devices: int, top: int) -> Question:
         """What the planner is asked."""
@@ -41,6 +46,7 @@ class Draft(Noun):
                 "recipe": self.recipe,
                 "tokens": self.budget.tokens if self.budget else None,
                 "fixed": self.fixed,
+                "stage_layers": self.stage_layers,
                 "top": top,
             }
         )
@@ -110,13 +116,14 @@ def _with_assignments(made: Draft, assignments: list[str]) -> Draft:
     others = [(path, value) for path, value in choices if path not in degrees]
     for path, _ in others:
         room = path.split(".")[0]
-        if room not in Draft.model_fields or room == "fixed":
-            known = sorted({*Draft.model_fields, "layout"} - {"fixed"})
+        if room not in Draft.model_fields or room in OWN_FIELDS:
+            known = sorted({*Draft.model_fields, "layout"} - OWN_FIELDS)
             raise InvalidSpec(f"{path}: unknown field; {nearest(room, known)}")
     changed = made.with_values(others)
     chosen = {path.removeprefix("recipe.") for path, _ in others if path.startswith("recipe.")} & set(SEARCHED)
     fixed = {field: getattr(changed.recipe, field) for field in sorted(chosen)}
-    return changed.changed(fixed={**_fixed_degrees(degrees), **fixed})
+    stage_layers = Layout.parse({"stage_layers": degrees.pop("layout.stage_layers", ())}, "layout").stage_layers
+    return changed.changed(fixed={**_fixed_degrees(degrees), **fixed}, stage_layers=stage_layers)
 
 
 def _fixed_degrees(choices: dict[str, object]) -> dict[str, int | str]:

@@ -237,7 +237,7 @@ def _schedules(question: Question, pp: int, num_microbatches: int) -> Iterator[t
         if pp == 1:
             # Without stages every schedule is the same.
             wanted = name in ("1f1b", question.fixed.get("schedule")) and 1 in _allowed(question, "vpp", [1])
-            if wanted and _runs(name, 1, 1, num_microbatches):
+            if wanted and len(question.stage_layers) <= 1 and _runs(name, 1, 1, num_microbatches):
                 yield 1, name
             continue
         for vpp in _allowed(question, "vpp", _chunks(question, pp)):
@@ -326,11 +326,13 @@ def _is_power_of_two(number: int) -> bool:
 
 def _explain_none(question: Question) -> None:
     """Name what leaves no candidate: the choices that are fixed, or the batch, or the sequence."""
-    if question.fixed:
+    if question.fixed or question.stage_layers:
         fixed = ", ".join(
             f"{'layout' if name in (*DEGREES, 'order') else 'recipe'}.{name}={value}"
             for name, value in question.fixed.items()
         )
+        if question.stage_layers:
+            fixed += f"{fixed and ', '}layout.stage_layers of {len(question.stage_layers)} stages"
         reject(
             "--set", fixed, f"no legal layout of {question.devices} devices has it; free a field or change --gpus"
         )

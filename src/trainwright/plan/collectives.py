@@ -65,7 +65,7 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
         rounds = 2 if op == "all_reduce" else 1
         bandwidth = np.where(nodes > 1, np.minimum(within, own_nic * members), within)
         if op == "all_reduce":
-            link_gain = rates.link_sharp_gain if cluster.fabric.link_sharp else 1.0
+            link_gain = _link_sharp_gain(rates.link_sharp_gain, size) if cluster.fabric.link_sharp else 1.0
             network_gain = rates.network_sharp_gain if cluster.fabric.network_sharp else 1.0
             bandwidth = bandwidth * np.where(nodes > 1, network_gain, link_gain)
         # A ring's size - 1 steps, of which nodes - 1 cross the network (NCCL src/graph/tuning.cc).
@@ -77,6 +77,12 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
             latency = np.where(is_measured, measured.latency_s, latency)
             slope = np.where(is_measured, 1 / measured.bytes_per_s, slope)
     return Line(np.where(size > 1, latency, 0.0), np.where(size > 1, slope, 0.0))
+
+
+def _link_sharp_gain(of_eight: float, size: Ints) -> Floats:
+    """Gain of a scale-up switch that adds, over a ring: a device sends its message once, and in a ring
+    2 (size - 1) / size times, so that few devices gain less than the eight that it was measured on."""
+    return np.clip(of_eight * (size - 1) / size * 8 / 7, 1.0, of_eight)
 
 
 def _links(cluster: ClusterSpec, members: Ints) -> Floats:

@@ -10,6 +10,7 @@ from trainwright.spec.errors import nearest, reject
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import require_meaning
+from trainwright.spec.stages import layers_of_stages
 
 SEARCHED = (
     "tp",
@@ -51,5 +52,7 @@ class Question(Noun):
         for name in self.fixed:
             if name not in SEARCHED:
                 reject("fixed", name, f"is not searched; {nearest(name, SEARCHED)}")
+        if self.stage_layers:
+            layers_of_stages(self.model.num_layers, len(self.stage_layers), self.stage_layers)
         require_meaning(self.recipe, self.model)
         return self
