@@ -28,7 +28,9 @@ WHOLE_HEAD = 128.0
 
 def curve(rate: Curve, size: Floats) -> Floats:
     """`Curve.at` for arrays."""
-    return np.interp(np.log(np.maximum(size, 1e-300)), np.log(rate.size), rate.fraction)
+    first, last = rate.size[0], rate.size[-1]
+    between = np.clip(size, first, last)
+    return between / np.interp(between, rate.size, np.array(rate.size) / np.array(rate.fraction))
 
 
 def matmul_s(table: Table, each: Matmul) -> Floats:

@@ -35,8 +35,9 @@ class Provenance(Noun):
 
 
 class Curve(Noun):
-    """A fraction as a function of size, linear in the logarithm of the size between the given points and
-    constant outside them. One point is a constant."""
+    """A fraction of a peak as a function of size: between the given points the time, size / fraction, is linear in
+    the size, so that a larger operation takes no less; outside them the fraction is constant. One point is a
+    constant."""
 
     size: Annotated[Sequence[Positive], Field(min_length=1)]
     fraction: Annotated[Sequence[Annotated[float, Field(gt=0, le=1.5)]], Field(min_length=1)]
@@ -57,9 +58,10 @@ class Curve(Noun):
         if size >= self.size[-1]:
             return self.fraction[-1]
         right = bisect.bisect_right(self.size, size)
-        low, high = math.log(self.size[right - 1]), math.log(self.size[right])
-        weight = (math.log(size) - low) / (high - low)
-        return self.fraction[right - 1] * (1 - weight) + self.fraction[right] * weight
+        low, high = self.size[right - 1], self.size[right]
+        weight = (size - low) / (high - low)
+        time = low / self.fraction[right - 1] * (1 - weight) + high / self.fraction[right] * weight
+        return size / time
 
 
 class PeakFlops(Noun):
@@ -222,7 +224,8 @@ class Rates(Noun):
     collectives: Sequence[CollectiveRate] = ()
     """Measured ones; they go before the formula from link and network."""
     link_sharp_gain: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """Bus bandwidth of all_reduce over that of a ring, where the scale-up switch adds (fabric.link_sharp)."""
+    """Bus bandwidth of all_reduce over a whole node over that of a ring, where the scale-up switch adds
+    (fabric.link_sharp)."""
     network_sharp_gain: Annotated[float, Field(ge=1, le=2)] = 1.0
     """The same between nodes (fabric.network_sharp)."""
     serial_gather_s: NonNegative = 0.0
