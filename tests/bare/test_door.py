@@ -154,7 +154,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.reshard_after_forward": None,
     "recipe.dp_replicate": None,
     "recipe.sequence_parallel": None,
-    "recipe.schedule": ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first"),
+    "recipe.schedule": None,
     "recipe.grad_clip": None,
     "recipe.seed": None,
     **{

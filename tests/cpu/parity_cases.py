@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_schedules
 from example import example_batches, example_run, part_of, plain_step, whole_name
 
 from trainwright.spec.layout import AXES
@@ -260,13 +261,17 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
+for _cases in (parity_schedules.CASES,):
+    for _world, _more in _cases.items():
+        CASES.setdefault(_world, {}).update(_more)
+
 
 def without_dp_reduction(trainer: Trainer) -> None:
     trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
 
 
 def without_tied_reduction(trainer: Trainer) -> None:
-    trainer.tied_across_stages = lambda: None  # type: ignore[method-assign]
+    trainer.tied_across_stages = lambda: []  # type: ignore[method-assign]
 
 
 def clipping_by_the_local_norm(trainer: Trainer) -> None:
@@ -279,6 +284,7 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
         "dp without its reduction": ({"dp": 2, "recipe": {"overlap": {"dp": False}}}, without_dp_reduction),
         "pp without the tied reduction": ({"pp": 2, "model": TIED}, without_tied_reduction),
         "norm of one stage alone": ({"pp": 2}, clipping_by_the_local_norm),
+        **parity_schedules.CONTROLS,
     },
 }
 
@@ -340,12 +346,33 @@ def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
     return float((whole - expected).norm()) / (scale if scale else 1.0)
 
 
+class Groups:
+    """Process groups of one case after another. All of a case's are ended with it: they have threads, which would
+    outnumber the cores by hundreds before the last case."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        self.rank, self._world, self._case = dist.get_rank(), dist.get_world_size(), 0
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def renew(self) -> None:
+        """Names of groups come again, and what a store has of earlier ones would be taken for theirs."""
+        self._case += 1
+        self.end()
+        store = dist.PrefixStore(f"case {self._case}", self._store)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self._world, timeout=timedelta(seconds=60)
+        )
+
+    def end(self) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def main(world: int, output: Path) -> None:
     torch.set_num_threads(1)
-    rank = 0
-    if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        rank = dist.get_rank()
+    groups = Groups() if world > 1 else None
+    rank = groups.rank if groups else 0
     jobs = {name: (fields, None) for name, fields in CASES[world].items()} | CONTROLS.get(world, {})
     results: dict[str, Any] = {}
     only = sys.argv[3:]
@@ -370,9 +397,10 @@ def main(world: int, output: Path) -> None:
         if rank == 0:
             output.write_text(json.dumps(results))
         gc.collect()
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+        if groups:
+            groups.renew()
+    if groups:
+        groups.end()
     leave(0)
 
 

@@ -37,6 +37,9 @@ def test_equals_the_plain_model(world: int, case: str) -> None:
         (2, "dp without its reduction", "gradients"),
         (2, "pp without the tied reduction", "gradients"),
         (2, "norm of one stage alone", "norm"),
+        (2, "zb_v without some weight gradients of a chunk", "gradients"),
+        (2, "dualpipe without the sum over twins", "gradients"),
+        (2, "dualpipe whose twins both count in the norm", "norm"),
     ],
 )
 def test_a_planted_error_is_seen(world: int, case: str, wrong: str) -> None:

@@ -17,7 +17,7 @@ from trainwright.train.instrument import live_storages, peak_bytes_of
 from trainwright.train.mesh import Mesh
 from trainwright.train.optimizer import learning_rate
 from trainwright.train.parallel.local import bytes_of
-from trainwright.train.parallel.transfers import Transfer, programs
+from trainwright.train.parallel.transfers import Handover, Transfer, programs
 from trainwright.train.parallelize import Trainer, parallelize
 
 CPU = torch.device("cpu")
@@ -33,16 +33,27 @@ CPU = torch.device("cpu")
         ("interleaved_1f1b", 2, 2, 4),
         ("interleaved_1f1b", 4, 3, 8),
         ("interleaved_1f1b", 3, 2, 3),
+        ("zb_h1", 4, 1, 6),
+        ("zb_v", 2, 2, 5),
+        ("zb_v", 4, 2, 9),
+        ("zb_v", 3, 2, 1),
+        ("dualpipe", 2, 2, 4),
+        ("dualpipe", 6, 2, 14),
+        ("dualpipe_v", 2, 2, 4),
+        ("dualpipe_v", 5, 2, 11),
     ],
 )
 def test_transfers_meet_even_if_every_one_waits(schedule: str, pp: int, vpp: int, microbatches: int) -> None:
-    made = programs(SCHEDULES[schedule].rows(pp, vpp, microbatches), vpp)
-    done, at = set(), [0] * pp
+    described = SCHEDULES[schedule]
+    rows, placement = described.rows(pp, vpp, microbatches), described.stages(pp, vpp)
+    made = programs(rows, placement)
+    for row, program in zip(rows, made, strict=True):
+        assert row == tuple(step for step in program if isinstance(step, Act))
+    at = [0] * pp
     while any(at[rank] < len(made[rank]) for rank in range(pp)):
         before = list(at)
         for rank in range(pp):
-            while at[rank] < len(made[rank]) and isinstance(made[rank][at[rank]], Act):
-                done.add((rank, made[rank][at[rank]]))
+            while at[rank] < len(made[rank]) and not isinstance(made[rank][at[rank]], Transfer):
                 at[rank] += 1
         for one, other in itertools.combinations(range(pp), 2):
             if at[one] < len(made[one]) and at[other] < len(made[other]):
@@ -50,9 +61,12 @@ def test_transfers_meet_even_if_every_one_waits(schedule: str, pp: int, vpp: int
                 if isinstance(here, Transfer) and isinstance(there, Transfer) and meet(here, there, one, other):
                     at[one], at[other] = at[one] + 1, at[other] + 1
         assert at != before, "a circle of waiting ranks"
-    assert len(done) == 2 * pp * vpp * microbatches
     tags = [step.tag for program in made for step in program if isinstance(step, Transfer)]
-    assert len(tags) == 2 * len(set(tags)) == 4 * (pp * vpp - 1) * microbatches
+    assert len(tags) == 2 * len(set(tags))
+    # Every border between two stages is crossed twice by each microbatch, once there and once back.
+    handed_over = sum(isinstance(step, Handover) for program in made for step in program)
+    assert len(set(tags)) + handed_over == 2 * (described.num_stages(pp, vpp) - 1) * microbatches
+    assert handed_over == 2 * microbatches * (schedule in ("zb_v", "dualpipe_v"))
 
 
 def meet(here: Transfer, there: Transfer, one: int, other: int) -> bool:

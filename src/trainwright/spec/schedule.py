@@ -31,6 +31,8 @@ class Schedule:
     """(pp, vpp, num_microbatches); raises `InvalidSpec` where the schedule can't run them."""
     forwards_first: bool = False
     """Whether all forwards come before the first backward."""
+    splits_backward: bool = False
+    """Whether some weight gradients are acts of their own."""
 
     def num_stages(self, pp: int, vpp: int) -> int:
         """Stages that the model is cut into; fewer than chunks where stages are held twice."""
@@ -85,9 +87,11 @@ SCHEDULES: Mapping[str, Schedule] = {
     "breadth_first": Schedule(
         breadth_first, looped, _many_chunks("breadth_first", "gpipe", rounds=False), forwards_first=True
     ),
-    "zb_h1": Schedule(zb_h1, looped, _one_chunk("zb_h1")),
-    "zb_v": Schedule(zb_v, folded, _two_chunks("zb_v")),
-    "dualpipe": Schedule(dualpipe, mirrored, _two_chunks("dualpipe", both_ways=True, even=True)),
-    "dualpipe_v": Schedule(dualpipe_v, folded, _two_chunks("dualpipe_v", both_ways=True)),
+    "zb_h1": Schedule(zb_h1, looped, _one_chunk("zb_h1"), splits_backward=True),
+    "zb_v": Schedule(zb_v, folded, _two_chunks("zb_v"), splits_backward=True),
+    "dualpipe": Schedule(
+        dualpipe, mirrored, _two_chunks("dualpipe", both_ways=True, even=True), splits_backward=True
+    ),
+    "dualpipe_v": Schedule(dualpipe_v, folded, _two_chunks("dualpipe_v", both_ways=True), splits_backward=True),
 }
 """By the name that `Recipe.schedule` has."""

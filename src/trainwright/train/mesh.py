@@ -56,7 +56,8 @@ class Mesh:
     dp_replicate: int = 1
     """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline."""
+    """By axis; also `dp_replicate` and `dp_shard`, `first_last` between the ends of the pipeline, and `twins` between
+    a rank of it and its mirror image, where pp is even."""
     device_mesh: DeviceMesh | None = None
     """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
 
@@ -131,6 +132,9 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
     if layout.pp > 1:
         ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
         axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
+        if layout.pp % 2 == 0:
+            half = layout.pp // 2
+            axes["twins"] = tuple((ranks[at], ranks[-1 - at]) for ranks in axes["pp"] for at in range(half))
     for axis, all_ranks in axes.items():
         mine = next(ranks for ranks in all_ranks if rank in ranks)
         # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.

@@ -32,6 +32,7 @@ from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
 from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
 from trainwright.train.parallel.tied import sum_over_ends
+from trainwright.train.parallel.twins import sum_over_twins
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -76,14 +77,17 @@ class Trainer:
     def gradients(self, batch: Batch) -> StepResult:
         """Forward and backward: afterwards gradients are those of the step's mean loss, not clipped yet."""
         loss_sum = self.pipeline.run(batch)
+        twins = self.ranks_of_a_stage
+        if twins > 1:
+            sum_over_twins(self.data_parallel.parameters(), self.mesh, self.clock)
         tied = self.tied_across_stages()
-        if tied is not None:
+        if tied:
             sum_over_ends(tied, self.mesh, self.clock)
         with self.clock.of("optimizer"):
             share = squared_norm(
-                (parameter, copies_of(parameter) * self.data_parallel.copies())
-                for _, parameter in self.data_parallel.parameters()
-                if parameter is not tied or self.pieces[0].is_first
+                (parameter, copies_of(parameter) * self.data_parallel.copies() * twins)
+                for name, parameter in self.data_parallel.parameters()
+                if not (tied and name == "head.weight")
             )
         # One small collective for both: all ranks of a tp group hold the same loss, so each gives its part. Ranks
         # that are early wait here for the others, in a pipeline for the stages that finish last.
@@ -103,14 +107,21 @@ class Trainer:
             self.optimizer.step()
             self.data_parallel.after_update()
 
-    def tied_across_stages(self) -> nn.Parameter | None:
-        """The tied tensor, on the two stages that both hold a copy of it."""
+    @property
+    def ranks_of_a_stage(self) -> int:
+        """Ranks of a pipeline that hold the same stage: 2 where microbatches go through it both ways."""
+        layout, schedule = self.run.layout, SCHEDULES[self.run.recipe.schedule]
+        return layout.pp * layout.vpp // schedule.num_stages(layout.pp, layout.vpp)
+
+    def tied_across_stages(self) -> list[nn.Parameter]:
+        """This rank's copies of the tensor that first and last stage share, where they are two stages."""
         if not self.run.model.tied_embeddings or self.mesh.layout.pp == 1:
-            return None
-        for name, parameter in self.data_parallel.parameters():
-            if global_name(self.run.model, name) == "embedding.weight":
-                return parameter
-        return None
+            return []
+        return [
+            parameter
+            for name, parameter in self.data_parallel.parameters()
+            if global_name(self.run.model, name) == "embedding.weight"
+        ]
 
 
 def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
@@ -119,10 +130,12 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
 
     # Pipeline first: it decides which layers exist here at all. On the meta device, as no rank may ever hold all.
-    stages = layers_of_stages(spec.num_layers, layout.stages, layout.stage_layers)
+    schedule = SCHEDULES[recipe.schedule]
+    placement = schedule.stages(layout.pp, layout.vpp)
+    ends = schedule.num_stages(layout.pp, layout.vpp) - 1
+    stages = layers_of_stages(spec.num_layers, ends + 1, layout.stage_layers)
     with torch.device("meta"):
-        own = [chunk * layout.pp + mesh.coordinate.pp for chunk in range(layout.vpp)]
-        ends = len(stages) - 1
+        own = placement[mesh.coordinate.pp]
         pieces = [Transformer(spec, stages[stage], first=stage == 0, last=stage == ends) for stage in own]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
@@ -151,10 +164,10 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             fill(piece, piece, "")
         data_parallel = Replicated(pieces, mesh, compute, clock, overlap=recipe.overlap.dp)
 
-    rows = SCHEDULES[recipe.schedule].rows(layout.pp, layout.vpp, run.num_microbatches)
     pipeline = Pipeline(
         pieces,
-        rows,
+        schedule.rows(layout.pp, layout.vpp, run.num_microbatches),
+        placement,
         mesh,
         data_parallel,
         clock,

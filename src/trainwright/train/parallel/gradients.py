@@ -26,6 +26,14 @@ class DataParallel(Protocol):
         """Called before each backward pass of a piece; `is_last` for its last microbatch of the step."""
         ...
 
+    def before_input_gradient(self, piece: int) -> None:
+        """Called instead where a backward pass of a piece leaves its weight gradients for later."""
+        ...
+
+    def after_weight_gradient(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
+        """Called when such a pass's weight gradients are there too; the flags are as above."""
+        ...
+
     def reduce(self) -> None:
         """Called after all backward passes: afterwards each gradient is the sum over all dp ranks."""
         ...

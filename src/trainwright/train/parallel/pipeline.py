@@ -5,23 +5,27 @@ one rank is the plain loop over microbatches. PyTorch's own pipeline runtime tak
 gradients once per step whatever the ZeRO stage, and holds a receive buffer for every microbatch of the step from
 its start; this one asks the data-parallel form before each backward, and allocates a buffer when its transfer is
 due.
+
+Two acts that are paired are run one after the other: what the first one sends leaves beside the second.
 """
 
-from collections import deque
+from collections import Counter, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trainwright.spec.schedule import Act, Rows, round_ends
+from trainwright.spec.schedule import Act, Placement, Rows, round_ends
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.loss import VocabularyPart, summed_cross_entropy
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
-from trainwright.train.parallel.transfers import Program, Transfer, programs
+from trainwright.train.parallel.transfers import Handover, Program, Transfer, programs
+from trainwright.train.parallel.weight_gradients import WeightGradients
 
 Place = tuple[int, int]
 """(microbatch, chunk)."""
@@ -46,12 +50,14 @@ class InFlight:
     """Of the inputs, from a backward act until they are sent."""
     leaving: deque[tuple[torch.Tensor, dist.Work]] = field(default_factory=deque)
     """Sent last, the oldest first."""
-    backwards: dict[int, int] = field(default_factory=dict)
-    """Backward acts done, by chunk."""
+    weight_gradients: dict[Place, WeightGradients] = field(default_factory=dict)
+    """Of microbatches whose backward is split, from their forward to their weight-gradient act."""
+    backwards: Counter[int] = field(default_factory=Counter)
+    """Backwards that are whole or becoming so, by chunk."""
 
 
 class Pipeline:
-    """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c].
+    """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c] and stage placement[pp_rank][c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
     `vocabulary` is this rank's part of the logits, where tp cuts them.
@@ -61,6 +67,7 @@ class Pipeline:
         self,
         pieces: list[Transformer],
         rows: Rows,
+        placement: Placement,
         mesh: Mesh,
         data_parallel: DataParallel,
         clock: Clock,
@@ -71,9 +78,11 @@ class Pipeline:
         vocabulary: VocabularyPart | None,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
-        self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
-        self._round_ends = round_ends(rows[mesh.coordinate.pp])
-        self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
+        own = mesh.coordinate.pp
+        self._program: Program = programs(rows, placement)[own]
+        self._round_ends = round_ends(rows[own])
+        self._passes = Counter(act.chunk for act in rows[own] if act.kind == "F")
+        self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
         self._vocabulary = vocabulary
@@ -81,16 +90,19 @@ class Pipeline:
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
         summed cross-entropy, which is zero off the last stage."""
-        assert len(batch.inputs_BS) == self._num_microbatches
         state = InFlight(torch.zeros((), dtype=torch.float64, device=self._mesh.device))
         for step in self._program:
             if isinstance(step, Transfer):
                 with self._clock.of("pp"):
                     self._transfer(step, state, batch)
+            elif isinstance(step, Handover):
+                self._hand_over(step, state)
             elif step.kind == "F":
                 self._forward(step, state, batch)
+            elif step.kind == "W":
+                self._weight_gradient(step, state)
             else:
-                self._backward(step, state, batch)
+                self._backward(step, state)
         with self._clock.of("pp"):
             for _, work in state.leaving:
                 work.wait()
@@ -104,7 +116,9 @@ class Pipeline:
         else:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
-        with self._clock.of("compute"):
+        if place in self._split:
+            state.weight_gradients[place] = WeightGradients()
+        with self._clock.of("compute"), state.weight_gradients.get(place, nullcontext()):
             output = piece(x)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
@@ -114,18 +128,39 @@ class Pipeline:
                 output = output / batch.global_tokens
         state.outputs[place] = output
 
-    def _backward(self, act: Act, state: InFlight, batch: Batch) -> None:
+    def _backward(self, act: Act, state: InFlight) -> None:
+        """Of everything, or (kind I) of all but the weights."""
         piece, place = self._pieces[act.chunk], (act.microbatch, act.chunk)
         upstream = None if piece.is_last else self._arrived("B", act, state)
-        state.backwards[act.chunk] = state.backwards.get(act.chunk, 0) + 1
-        is_last = state.backwards[act.chunk] == self._num_microbatches
-        self._data_parallel.before_backward(act.chunk, is_last=is_last, ends_round=place in self._round_ends)
-        with self._clock.of("compute"):
+        if act.kind == "B":
+            is_last = self._is_last_backward(act.chunk, state)
+            ends_round = place in self._round_ends
+            self._data_parallel.before_backward(act.chunk, is_last=is_last, ends_round=ends_round)
+        else:
+            self._data_parallel.before_input_gradient(act.chunk)
+        with self._clock.of("compute"), state.weight_gradients.get(place, nullcontext()):
             torch.autograd.backward(state.outputs.pop(place), upstream)
         if not piece.is_first:
             gradient = state.inputs.pop(place).grad
             assert gradient is not None
             state.gradients[place] = gradient
+
+    def _weight_gradient(self, act: Act, state: InFlight) -> None:
+        place = (act.microbatch, act.chunk)
+        is_last, ends_round = self._is_last_backward(act.chunk, state), place in self._round_ends
+        with self._clock.of("compute"):
+            state.weight_gradients.pop(place).compute()
+            self._data_parallel.after_weight_gradient(act.chunk, is_last=is_last, ends_round=ends_round)
+
+    def _is_last_backward(self, chunk: int, state: InFlight) -> bool:
+        """Whether the act that begins makes the last of a chunk's backwards whole."""
+        state.backwards[chunk] += 1
+        return state.backwards[chunk] == self._passes[chunk]
+
+    def _hand_over(self, handover: Handover, state: InFlight) -> None:
+        kind, place = handover.kind, (handover.microbatch, handover.chunk)
+        tensor = self._sent(state, place) if kind == "F" else state.gradients.pop(place)
+        state.arriving[kind, handover.microbatch, handover.to] = (tensor, None)
 
     def _transfer(self, transfer: Transfer, state: InFlight, batch: Batch) -> None:
         place = (transfer.microbatch, transfer.chunk)

@@ -82,6 +82,17 @@ class Replicated:
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         self._is_last[piece] = is_last
 
+    def before_input_gradient(self, piece: int) -> None:
+        self._is_last[piece] = False
+
+    @torch.no_grad()
+    def after_weight_gradient(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
+        # Some gradients were whole after the input gradient and some are now, so a bucket can't count them.
+        if is_last and self._overlap:
+            for bucket in self._buckets:
+                if bucket.slots[0].piece == piece:
+                    self._send(bucket)
+
     @torch.no_grad()
     def reduce(self) -> None:
         with self._clock.of("dp"):

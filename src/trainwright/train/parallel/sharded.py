@@ -78,12 +78,30 @@ class Sharded:
         return {"parameters": float(shards + gathered), "gradients": float(gradients)}
 
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
+        reduces = is_last or self._zero == 3 or (self._zero == 2 and ends_round)
+        self._ask(piece, is_last=is_last, reduces=reduces, reshards=is_last or self._zero == 3)
+
+    def before_input_gradient(self, piece: int) -> None:
+        # Parameters are of no more use to this microbatch; its gradients are not whole yet.
+        self._ask(piece, is_last=False, reduces=False, reshards=self._zero == 3)
+
+    def after_weight_gradient(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
+        reduces = is_last or self._zero == 3 or (self._zero == 2 and ends_round)
+        self._ask(piece, is_last=is_last, reduces=reduces, reshards=is_last)
+        # FSDP2's hooks are those of a backward through the layers, which this was not. What it does at a
+        # backward's end for layers without a hook is what is wanted for all: PyTorch's pipelines call it as well.
+        root = self._pieces[piece]
+        assert isinstance(root, FSDPModule)
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _ask(self, piece: int, *, is_last: bool, reduces: bool, reshards: bool) -> None:
+        """Tell FSDP2 what to do with a piece's gradients and parameters from now on."""
         root = self._pieces[piece]
         assert isinstance(root, FSDPModule)
         root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last or self._zero == 3 or (self._zero == 2 and ends_round))
+        root.set_requires_gradient_sync(reduces)
         root.set_requires_all_reduce(is_last)
-        root.set_reshard_after_backward(is_last or self._zero == 3)
+        root.set_reshard_after_backward(reshards)
 
     def reduce(self) -> None:
         """Nothing is left to do: FSDP2 has reduced each layer's gradients inside the last backward."""

@@ -1,7 +1,8 @@
-"""One tensor on two stages: a tied embedding and head at the two ends of the pipeline.
+"""One tensor in two places: a tied embedding and head at the two ends of the pipeline.
 
-Both ends hold a copy with the same initial value. Summing the two gradients on both keeps the copies equal
-(Megatron-LM's embedding group). The tensor counts once in the norm, on the first stage.
+Each end is a piece with a copy of its own, with the same initial value. The ends stand on two ranks, or as two
+chunks on one rank where the pipeline is a V or goes both ways. Giving both copies the sum of both gradients keeps
+them equal (Megatron-LM's embedding group). The tensor counts once in the norm, as the embedding.
 """
 
 import torch.distributed as dist
@@ -12,8 +13,13 @@ from trainwright.train.mesh import Mesh
 from trainwright.train.parallel.local import local_of
 
 
-def sum_over_ends(parameter: nn.Parameter, mesh: Mesh, clock: Clock) -> None:
-    """Add the other end's gradient to this one's."""
-    assert parameter.grad is not None
+def sum_over_ends(copies: list[nn.Parameter], mesh: Mesh, clock: Clock) -> None:
+    """Add up the gradients of the two ends' copies, of which this rank has one or both."""
+    gradients = [local_of(copy.grad) for copy in copies if copy.grad is not None]
+    assert len(gradients) == len(copies)
     with clock.of("pp"):
-        dist.all_reduce(local_of(parameter.grad), group=mesh.groups["first_last"])
+        if len(gradients) == 1:
+            dist.all_reduce(gradients[0], group=mesh.groups["first_last"])
+        else:
+            here, there = gradients
+            there.copy_(here.add_(there))

@@ -1,0 +1,79 @@
+"""Backward in two acts: input gradients first, weight gradients later (zero bubble, arXiv:2401.10241 s2).
+
+Of y = x w^T the stage before waits for dx = dy w, and nobody waits for dw = dy^T x. So while a microbatch's
+forward runs under its `WeightGradients`, each product is recorded as two graphs that share one y: one from y to x,
+which the input-gradient act walks, and one from y to w, which ends at x's values. The first walk leaves dy with
+the second graph; the weight-gradient act walks those, and all that lies between a weight and its parameter (a tp
+rank's part, a slice) and that listens to its gradient is as in an ordinary backward.
+
+What is held in between is what the planner counts: every product's input, once, and its output's gradient. All
+else of the microbatch's graph is gone after the first act. An input that tensor parallelism has gathered is held
+as this rank's part and gathered again in the second act (`parallel/crossing.py`). Norms, biases that stand outside
+a product and the embedding, whose gradients are small or cheap, get theirs in the first act.
+
+PyTorch's pipelines split a backward from outside (`torch.distributed.pipelining._backward`), by keeping the whole
+graph alive until the second act; that frees nothing, and finds parameters resharded by FSDP2 gone.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+
+class WeightGradients(TorchFunctionMode):
+    """Those of one microbatch on one chunk. On during its forward, and during its input gradients, in which
+    recomputed layers run again: what they hold is then new, and held until the weight gradients are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[tuple[GradientEdge, torch.Tensor]] = deque()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            return F.linear(x, weight, bias)
+        y = F.linear(x.detach(), weight, bias)
+        return _InputGradient.apply(  # pyright: ignore[reportReturnType]
+            x, weight.detach(), y.detach(), get_gradient_edge(y), self
+        )
+
+    def wait(self, product: GradientEdge, gradient: torch.Tensor) -> None:
+        """A product's output gradient is there."""
+        self._waiting.append((product, gradient))
+
+    def compute(self) -> None:
+        """Add them to the parameters' gradients, one product at a time, so that what each held is gone at once."""
+        while self._waiting:
+            product, gradient = self._waiting.popleft()
+            torch.autograd.backward(product, gradient)
+
+
+class _InputGradient(torch.autograd.Function):
+    """y, computed already, as a function of x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        product: GradientEdge,
+        weight_gradients: WeightGradients,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.product, ctx.weight_gradients = product, weight_gradients
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        ctx.weight_gradients.wait(ctx.product, gradients[0])
+        return gradients[0] @ weight, None, None, None, None
