@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_batches, example_run, part_of, plain_step, whole_name
+from parity_context import CASES as context_parallel
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
@@ -261,6 +262,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+for world, cases in context_parallel.items():
+    CASES[world].update(cases)
+
+
 def without_dp_reduction(trainer: Trainer) -> None:
     trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
 
@@ -294,8 +299,9 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
     if mesh.device_mesh is not None:
         names, places = mesh.device_mesh.mesh_dim_names or (), mesh.device_mesh.get_coordinate() or ()
         coordinate = dict(zip(names, places, strict=True))
-        dp = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
-        assert {**coordinate, "dp": dp} == at._asdict()
+        plane = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
+        dp, cp = divmod(plane, layout.cp)
+        assert {**coordinate, "dp": dp, "cp": cp} == at._asdict()
 
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Run(Noun):
                 f"must divide the {layout.expert_dp} replicas of every expert, "
                 f"tp*cp*dp/(ep*etp)={layout.expert_dp * shared}/{shared}",
             )
-        split = layout.cp * (layout.tp if recipe.sequence_parallel else 1)
+        split = recipe.sequence_cut(layout.tp, layout.cp)
         if recipe.seq_len % split:
             reject(
                 "recipe.seq_len",

@@ -8,7 +8,7 @@ t * global_batch and on; each data-parallel rank takes its contiguous part of th
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ class Batch:
     """`IGNORED` marks positions without a target."""
     global_tokens: int
     """Targets of the step over all ranks: what the summed loss is divided by."""
+
+    def at(self, positions: torch.Tensor) -> "Batch":
+        """The same samples at some of their positions alone."""
+        return replace(
+            self,
+            inputs_BS=[each[:, positions] for each in self.inputs_BS],
+            targets_BS=[each[:, positions] for each in self.targets_BS],
+        )
 
 
 IGNORED = -100

@@ -17,7 +17,6 @@ TRAINED_CHOICES = {
     "gradient_format": "fp32",
     "fused_accumulation": False,
     "recompute_ops": ("attention",),
-    "cp_method": "all_gather",
     "attention_kernel": "flash",
     "dropout": 0.0,
     "loss_kernel": "plain",
@@ -44,7 +43,7 @@ def require_trainable(run: Run) -> None:
     """Raise `InvalidSpec` at the first field of a checked run that `train` can't carry out."""
     _require_model(run.model)
     layout, recipe = run.layout, run.recipe
-    for axis in ("cp", "ep", "etp"):
+    for axis in ("ep", "etp"):
         if getattr(layout, axis) > 1:
             reject(f"layout.{axis}", getattr(layout, axis), f"is planned but not trained yet; set layout.{axis}=1")
     for field, trained in TRAINED_CHOICES.items():
@@ -55,7 +54,7 @@ def require_trainable(run: Run) -> None:
         if getattr(recipe, field) not in known:
             value = getattr(recipe, field)
             reject(f"recipe.{field}", value, f"is planned but not trained yet; use {', '.join(known)}")
-    if recipe.zero and layout.dp > recipe.dp_replicate and not recipe.overlap.dp:
+    if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
 
 
