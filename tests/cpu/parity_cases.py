@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_batches, example_run, part_of, plain_step, whole_name
 from parity_context import CASES as context_parallel
+from parity_context import CONTROLS as context_parallel_controls
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
@@ -284,6 +285,7 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
         "dp without its reduction": ({"dp": 2, "recipe": {"overlap": {"dp": False}}}, without_dp_reduction),
         "pp without the tied reduction": ({"pp": 2, "model": TIED}, without_tied_reduction),
         "norm of one stage alone": ({"pp": 2}, clipping_by_the_local_norm),
+        **context_parallel_controls[2],
     },
 }
 

@@ -1,11 +1,16 @@
 """Cases of context parallelism for `parity_cases.py`, by world size."""
 
+from collections.abc import Callable
 from typing import Any
+
+from trainwright.train.parallelize import Trainer
 
 METHODS = ("all_gather", "ring", "all_to_all")
 MQA = {"num_kv_heads": 1}
 WINDOW = {"sliding_window": 5}
-"""Shorter than a chunk of two ranks, and longer than one of four: a chunk sees parts of the others."""
+"""Longer than a chunk of two ranks or four: a chunk sees all of itself, and a part of others."""
+NARROW = {"sliding_window": 3}
+"""Shorter than a chunk of two ranks."""
 TIED = {"tied_embeddings": True}
 INTERLEAVED = {"schedule": "interleaved_1f1b"}
 DP_INSIDE_PP = {"order": "tp-cp-dp-pp"}
@@ -25,6 +30,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         **by_method("cp", cp=2),
         **by_method("cp sliding window", cp=2, attention=WINDOW),
+        **by_method("cp narrow sliding window", cp=2, attention=NARROW),
         **by_method("cp mqa", cp=2, attention=MQA),
         **by_method("cp three key heads", cp=2, attention={"num_heads": 6, "num_kv_heads": 3}),
         **by_method("cp tied", cp=2, model=TIED),
@@ -88,3 +94,22 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **by_method("cp of four x pp", cp=4, pp=2, recipe={"zero": 3}, attention=MQA),
     },
 }
+
+
+def without_reduction(trainer: Trainer) -> None:
+    trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
+
+
+def without_offset_positions(trainer: Trainer) -> None:
+    for piece in trainer.pieces:
+        assert piece.rotary is not None
+        piece.rotary.positions = None
+
+
+CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]] = {
+    2: {
+        "cp without its reduction": ({"cp": 2, "recipe": {"overlap": {"dp": False}}}, without_reduction),
+        "cp without offset positions": ({"cp": 2}, without_offset_positions),
+    },
+}
+"""A planted error each; the comparison must see it."""

@@ -84,7 +84,7 @@ def test_a_run_writes_what_was_seen(tmp_path: Path) -> None:
 
 def test_layouts_train_alike(tmp_path: Path) -> None:
     losses = []
-    for name, layout in {"one": {}, "pipeline": {"pp": 2}, "shards": {"dp": 2}}.items():
+    for name, layout in {"one": {}, "pipeline": {"pp": 2}, "shards": {"dp": 2}, "context": {"cp": 2}}.items():
         directory = tmp_path / name
         directory.mkdir()
         run = run_on(directory, recipe={"zero": 3, "grad_clip": 0.5}, **layout)
@@ -94,6 +94,9 @@ def test_layouts_train_alike(tmp_path: Path) -> None:
         losses.append([each["loss"] for each in metrics])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
     assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[3] == pytest.approx(losses[0], rel=1e-10)
+    for line in (tmp_path / "context" / "out" / "ledger.jsonl").read_text().splitlines():
+        assert RankRecord.parse(json.loads(line)).seconds["cp"] > 0
 
 
 def test_a_full_disk_is_one_line_and_status_2(tmp_path: Path) -> None:
