@@ -1,6 +1,7 @@
-"""Cases of context parallelism for `parity_cases.py`, by world size."""
+"""Cases of context parallelism and of masked documents for `parity_cases.py`, by world size."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainwright.train.parallelize import Trainer
@@ -13,6 +14,7 @@ NARROW = {"sliding_window": 3}
 """Shorter than a chunk of two ranks."""
 TIED = {"tied_embeddings": True}
 INTERLEAVED = {"schedule": "interleaved_1f1b"}
+DOCUMENTS = {"data": {"document_mask": True}}
 DP_INSIDE_PP = {"order": "tp-cp-dp-pp"}
 
 
@@ -26,8 +28,20 @@ def by_method(
 
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {},
+    1: {
+        "documents": DOCUMENTS,
+        "documents, micro-batch of 4, recompute": {
+            **DOCUMENTS,
+            "recipe": {"micro_batch": 4, "recompute": "selective"},
+        },
+        "documents, sliding window": {**DOCUMENTS, "attention": WINDOW},
+    },
     2: {
+        "tp documents": {"tp": 2, **DOCUMENTS},
+        "pp documents": {"pp": 2, **DOCUMENTS, "recipe": {"recompute": "full"}},
+        "dp documents": {"dp": 2, **DOCUMENTS, "recipe": {"zero": 3}},
+        **by_method("cp documents", cp=2, **DOCUMENTS, recipe={"micro_batch": 4}),
+        **by_method("cp documents, narrow sliding window", cp=2, **DOCUMENTS, attention=NARROW),
         **by_method("cp", cp=2),
         **by_method("cp sliding window", cp=2, attention=WINDOW),
         **by_method("cp narrow sliding window", cp=2, attention=NARROW),
@@ -51,6 +65,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
     4: {
+        **by_method("cp documents", cp=4, **DOCUMENTS),
+        **by_method("tp x cp documents", tp=2, cp=2, **DOCUMENTS, recipe={"zero": 1, "recompute": "full"}),
+        **by_method("cp x pp documents", cp=2, pp=2, vpp=2, **DOCUMENTS, recipe=INTERLEAVED, ignored=True),
         **by_method("cp", cp=4),
         **by_method("cp sliding window", cp=4, attention=WINDOW),
         **by_method("cp mqa", cp=4, attention=MQA),
@@ -100,6 +117,11 @@ def without_reduction(trainer: Trainer) -> None:
     trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
 
 
+def without_documents(trainer: Trainer) -> None:
+    plain = trainer.pipeline.run
+    trainer.pipeline.run = lambda batch: plain(replace(batch, documents_BS=None))  # type: ignore[method-assign]
+
+
 def without_offset_positions(trainer: Trainer) -> None:
     for piece in trainer.pieces:
         assert piece.rotary is not None
@@ -110,6 +132,7 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
     2: {
         "cp without its reduction": ({"cp": 2, "recipe": {"overlap": {"dp": False}}}, without_reduction),
         "cp without offset positions": ({"cp": 2}, without_offset_positions),
+        "cp without documents": ({"cp": 2, **DOCUMENTS}, without_documents),
     },
 }
 """A planted error each; the comparison must see it."""

@@ -107,7 +107,7 @@ def test_blocks_add_up_to_the_whole(dtype: torch.dtype, bound: float, middle: Se
     query, key, value, upstream = example(dtype)
     precise = [each.detach().double().requires_grad_() for each in (query, key, value)]
     whole = F.scaled_dot_product_attention(*precise, is_causal=True, enable_gqa=True)
-    expected = (whole, *torch.autograd.grad(whole, precise, upstream.double()))
+    expected = (whole.detach(), *torch.autograd.grad(whole, precise, upstream.double()))
     with torch.no_grad():
         seen = in_blocks(query, key, value, upstream, cut_in_two(middle))
     for mine, theirs in zip(seen, expected, strict=True):
@@ -126,7 +126,7 @@ def test_a_query_that_sees_nothing_of_a_block_takes_nothing_from_it(monkeypatch:
     seen_SS[4:, :4] = half
     inputs = [each.clone().requires_grad_() for each in (query, key, value)]
     whole = F.scaled_dot_product_attention(*inputs, attn_mask=seen_SS, enable_gqa=True)
-    expected = (whole, *torch.autograd.grad(whole, inputs, upstream))
+    expected = (whole.detach(), *torch.autograd.grad(whole, inputs, upstream))
     for mine, theirs in zip(in_blocks(query, key, value, upstream, hidden), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14)
     by_kernel = in_blocks(query, key, value, upstream, cut_in_two("causal"))

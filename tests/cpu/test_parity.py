@@ -39,6 +39,7 @@ def test_equals_the_plain_model(world: int, case: str) -> None:
         (2, "norm of one stage alone", "norm"),
         (2, "cp without its reduction", "gradients"),
         (2, "cp without offset positions", "loss"),
+        (2, "cp without documents", "loss"),
     ],
 )
 def test_a_planted_error_is_seen(world: int, case: str, wrong: str) -> None:

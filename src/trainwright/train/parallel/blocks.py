@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 
 Seen = torch.Tensor | Literal["causal", "all"]
-"""Which keys a query sees: those up to its own place in the block, all of them, or a mask (queries, keys)."""
+"""Which keys a query sees: those up to its own place in the block, all of them, or a mask (queries, keys),
+which may have dims of the batch and of both counts of heads before them."""
 
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -56,8 +57,9 @@ def block_backward(
         lse_BNS = lse_BNS.contiguous()
         arguments = (gradient_BNSH, query_BNSH, key_BKSH, value_BKSH, out_BNSH, lse_BNS)
         if query_BNSH.is_cuda:
-            # Without dropout the kernel draws nothing, and what it would draw from is empty.
-            queries, keys, nothing = query_BNSH.shape[2], key_BKSH.shape[2], torch.empty(0, dtype=torch.int64)
+            # Without dropout the kernel draws nothing: the generator's state is one of no meaning.
+            queries, keys = query_BNSH.shape[2], key_BKSH.shape[2]
+            nothing = torch.empty(2, dtype=torch.uint64, device=query_BNSH.device)
             return _ON_GPU_BACKWARD(
                 *arguments, None, None, queries, keys, 0.0, seen == "causal", nothing, nothing, scale=scale
             )

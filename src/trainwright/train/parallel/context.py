@@ -32,4 +32,5 @@ def apply_context_parallel(piece: Transformer, context: Context, recipe: Recipe)
         if recipe.cp_method == "all_to_all":
             attention.core = partial(exchanged, context, attention.core)
         else:
-            attention.core = partial(travelling, context, recipe.cp_method, recipe.recompute == "selective")
+            again = recipe.recompute == "selective" and "attention" in recipe.recompute_ops
+            attention.core = partial(travelling, context, recipe.cp_method, again)

@@ -25,6 +25,7 @@ def exchanged(
     value_BKSH: torch.Tensor,
     sliding_window: int | None,
     scale: float | None,
+    documents_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`core` over whole sequences."""
     kv_heads = key_BKSH.shape[1]
@@ -32,7 +33,7 @@ def exchanged(
     if copies > 1:
         key_BKSH, value_BKSH = (each.repeat_interleave(copies, dim=1) for each in (key_BKSH, value_BKSH))
     query_BNSH, key_BKSH, value_BKSH = _ToHeads.apply(context, query_BNSH, key_BKSH, value_BKSH)  # pyright: ignore[reportGeneralTypeIssues]
-    mixed_BNSH = core(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale)
+    mixed_BNSH = core(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS)
     return _ToPositions.apply(context, mixed_BNSH)  # pyright: ignore[reportReturnType]
 
 

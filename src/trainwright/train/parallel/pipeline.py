@@ -104,8 +104,11 @@ class Pipeline:
         else:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
+        documents_BS = None
+        if batch.documents_BS is not None:
+            documents_BS = batch.documents_BS[act.microbatch].to(self._mesh.device)
         with self._clock.of("compute"):
-            output = piece(x)
+            output = piece(x, documents_BS)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
                 output = summed_cross_entropy(output, targets_BS, self._vocabulary)

@@ -31,10 +31,12 @@ def travelling(
     value_BKSH: torch.Tensor,
     sliding_window: int | None,
     scale: float | None,
+    documents_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The attention core; `again` computes output and lse once more in backward instead of keeping them."""
+    """The attention core; `again` computes output and lse once more in backward instead of keeping them.
+    documents_BS: of the whole sequence."""
     scale = 1 / math.sqrt(query_BNSH.shape[-1]) if scale is None else scale
-    core = _Core(context, method, again, sliding_window, scale)
+    core = _Core(context, method, again, sliding_window, scale, documents_BS)
     return _Travelling.apply(query_BNSH, key_BKSH, value_BKSH, core)  # pyright: ignore[reportReturnType]
 
 
@@ -80,14 +82,30 @@ class _Core(NamedTuple):
     again: bool
     sliding_window: int | None
     scale: float
+    documents_BS: torch.Tensor | None
 
     def parts(self, own: torch.Tensor) -> "Gathered | PassedRound":
         return (Gathered if self.method == "all_gather" else PassedRound)(self.context, own)
 
     def blocks(self, source: int, query_BNSH: torch.Tensor) -> Iterator[Block]:
         context, positions = self.context, query_BNSH.shape[2]
-        for queries, keys, seen in blocks(context.rank, source, context.size, positions, self.sliding_window):
+        for block in blocks(context.rank, source, context.size, positions, self.sliding_window):
+            queries, keys, seen = block
+            if self.documents_BS is not None:
+                mine_BS, theirs_BS = self._documents(context.rank)[:, queries], self._documents(source)[:, keys]
+                same_BSS = mine_BS[:, :, None] == theirs_BS[:, None, :]
+                if isinstance(seen, str):
+                    seen = same_BSS.tril() if seen == "causal" else same_BSS
+                else:
+                    seen = same_BSS & seen.to(same_BSS.device)
+                seen = seen[:, None, None]
             yield Block(queries, keys, seen.to(query_BNSH.device) if isinstance(seen, torch.Tensor) else seen)
+
+    def _documents(self, rank: int) -> torch.Tensor:
+        """Of the positions that `rank` holds."""
+        assert self.documents_BS is not None
+        size = self.context.size
+        return self.documents_BS.unflatten(1, (2 * size, -1))[:, [rank, 2 * size - 1 - rank]].flatten(1, 2)
 
     def forward(self, query_BNSH: torch.Tensor, parts: "Parts", d_key: int) -> tuple[torch.Tensor, torch.Tensor]:
         merged: Merged | None = None
