@@ -139,6 +139,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
 
 OBEYED: dict[str, tuple[Any, ...] | None] = {
     "layout.tp": None,
+    "layout.cp": None,
     "layout.pp": None,
     "layout.vpp": None,
     "layout.dp": None,
@@ -154,6 +155,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.reshard_after_forward": None,
     "recipe.dp_replicate": None,
     "recipe.sequence_parallel": None,
+    "recipe.cp_method": None,
     "recipe.schedule": None,
     "recipe.grad_clip": None,
     "recipe.seed": None,

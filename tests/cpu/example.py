@@ -7,7 +7,7 @@ from torch import nn
 
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
-from trainwright.train.data import Batch
+from trainwright.train.data import Batch, documents_of
 from trainwright.train.loss import summed_cross_entropy
 from trainwright.train.model.initialize import global_name, initial_value
 from trainwright.train.model.transformer import Transformer
@@ -43,6 +43,9 @@ CLUSTER = ClusterSpec.parse(
     }
 )
 
+END_OF_DOCUMENT = 7
+"""A token of the example's vocabulary."""
+
 
 def example_run(
     *,
@@ -50,6 +53,7 @@ def example_run(
     mlp: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     **layout: Any,
 ) -> Run:
     """A checked run of a four-layer model in float64, with changes to each part."""
@@ -79,7 +83,7 @@ def example_run(
                 "layer_groups": [{"repeat": 4, "pattern": [layer]}],
                 **(model or {}),
             },
-            "data": {"vocab_size": 258},
+            "data": {"vocab_size": 258, **(data or {})},
             "cluster": CLUSTER,
         }
     )
@@ -87,10 +91,13 @@ def example_run(
 
 def example_batches(run: Run, *, ignored: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets of every sequence of a step, on every rank the same. With `ignored` the sequences have
-    different numbers of targets."""
+    different numbers of targets; documents, where they are masked, have four tokens to eight."""
     generator = torch.Generator().manual_seed(1)
     recipe = run.recipe
     tokens = torch.randint(run.model.vocab_size, (recipe.global_batch, recipe.seq_len + 1), generator=generator)
+    if run.data.document_mask:
+        for number in range(recipe.global_batch):
+            tokens[number, number % 4 :: 4 + number % 5] = END_OF_DOCUMENT
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     if ignored:
         for number in range(recipe.global_batch):
@@ -106,7 +113,12 @@ def part_of(run: Run, dp_rank: int, sequences: list[tuple[torch.Tensor, torch.Te
     inputs = torch.stack([each[0] for each in mine]).split(recipe.micro_batch)
     targets = torch.stack([each[1] for each in mine]).split(recipe.micro_batch)
     count = sum(int((each[1] != -100).sum()) for each in sequences)
-    return Batch(list(inputs), list(targets), count)
+    return Batch(list(inputs), list(targets), count, documents(run, list(inputs)))
+
+
+def documents(run: Run, inputs_BS: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Documents of some sequences, where the run masks them."""
+    return [documents_of(each, END_OF_DOCUMENT) for each in inputs_BS] if run.data.document_mask else None
 
 
 def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
@@ -126,7 +138,8 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
     loss = torch.zeros((), dtype=torch.float64)
     for inputs, targets in sequences:
-        loss = loss + summed_cross_entropy(model(inputs[None]), targets[None]) / count
+        (own,) = documents(run, [inputs[None]]) or (None,)
+        loss = loss + summed_cross_entropy(model(inputs[None], own), targets[None]) / count
     loss.backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))

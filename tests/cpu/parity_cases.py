@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_context
 import parity_schedules
 from example import example_batches, example_run, part_of, plain_step, whole_name
 
@@ -261,7 +262,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
-for _cases in (parity_schedules.CASES,):
+for _cases in (parity_schedules.CASES, parity_context.CASES):
     for _world, _more in _cases.items():
         CASES.setdefault(_world, {}).update(_more)
 
@@ -284,6 +285,7 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
         "dp without its reduction": ({"dp": 2, "recipe": {"overlap": {"dp": False}}}, without_dp_reduction),
         "pp without the tied reduction": ({"pp": 2, "model": TIED}, without_tied_reduction),
         "norm of one stage alone": ({"pp": 2}, clipping_by_the_local_norm),
+        **parity_context.CONTROLS[2],
         **parity_schedules.CONTROLS,
     },
 }
@@ -300,8 +302,9 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
     if mesh.device_mesh is not None:
         names, places = mesh.device_mesh.mesh_dim_names or (), mesh.device_mesh.get_coordinate() or ()
         coordinate = dict(zip(names, places, strict=True))
-        dp = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
-        assert {**coordinate, "dp": dp} == at._asdict()
+        plane = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
+        dp, cp = divmod(plane, layout.cp)
+        assert {**coordinate, "dp": dp, "cp": cp} == at._asdict()
 
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:

@@ -93,6 +93,38 @@ def test_bad_directories_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_documents_are_numbered_within_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    stream = np.array([5, 6, 0, 0, 7, 8, 9, 0, 5, 6, 7, 8, 9, 5, 6, 0, 7], dtype=np.uint32)
+    write_shards(tmp_path / "a", [stream], 10, "test", end_of_document=0)
+    shards = open_shards(tmp_path / "a")
+    assert shards.end_of_document == 0
+    dataset = PackedDataset(shards, seq_len=8, seed=0, end_of_document=shards.end_of_document)
+    batch = dataset.batch(0, global_batch=2, micro_batch=1, dp_rank=0, dp=1)
+    assert batch.documents_BS is not None
+    numbered = {
+        tuple(inputs[0].tolist()): documents[0].tolist()
+        for inputs, documents in zip(batch.inputs_BS, batch.documents_BS, strict=True)
+    }
+    # An end belongs to what it ends; each sample counts from 0, whatever document it begins within.
+    assert numbered == {
+        (5, 6, 0, 0, 7, 8, 9, 0): [0, 0, 0, 1, 2, 2, 2, 2],
+        (5, 6, 7, 8, 9, 5, 6, 0): [0] * 8,
+    }
+    assert open_shards(make_shards(tmp_path / "b")).end_of_document is None
+    assert (
+        PackedDataset(shards, 8, 0).batch(0, global_batch=2, micro_batch=1, dp_rank=0, dp=1).documents_BS is None
+    )
+
+
+@pytest.mark.parametrize("end", [10, -1, "0"])
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, end: object) -> None:
+    directory = make_shards(tmp_path / "a", vocab_size=10)
+    index = json.loads((directory / INDEX).read_text())
+    (directory / INDEX).write_text(json.dumps({**index, "end_of_document": end}))
+    assert f"end_of_document={end!r}, which is no token" in refusal(directory)
+
+
 def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
     directory = make_shards(tmp_path / "a")
     file = directory / "shard-00002.bin"
@@ -124,6 +156,9 @@ def test_corpus(tmp_path: Path) -> None:
 
     text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(shards.window(0, 200).tolist())
     assert text in Path(sysconfig.get_path("stdlib"), "__future__.py").read_text()
+    length = int(np.argmax(shards.window(0, 100_000) == shards.end_of_document))
+    first = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(shards.window(0, length).tolist())
+    assert first == Path(sysconfig.get_path("stdlib"), "__future__.py").read_text()
     before = (directory / INDEX).stat().st_mtime_ns
     assert build_corpus(tmp_path / "cache", 1024) == directory
     assert (directory / INDEX).stat().st_mtime_ns == before

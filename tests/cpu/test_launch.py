@@ -16,7 +16,7 @@ from trainwright.spec import toml
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
 from trainwright.train.launch import launch
-from trainwright.train.shards import write_shards
+from trainwright.train.shards import INDEX, write_shards
 
 STEPS = 8
 
@@ -84,7 +84,7 @@ def test_a_run_writes_what_was_seen(tmp_path: Path) -> None:
 
 def test_layouts_train_alike(tmp_path: Path) -> None:
     losses = []
-    for name, layout in {"one": {}, "pipeline": {"pp": 2}, "shards": {"dp": 2}}.items():
+    for name, layout in {"one": {}, "pipeline": {"pp": 2}, "shards": {"dp": 2}, "context": {"cp": 2}}.items():
         directory = tmp_path / name
         directory.mkdir()
         run = run_on(directory, recipe={"zero": 3, "grad_clip": 0.5}, **layout)
@@ -94,6 +94,29 @@ def test_layouts_train_alike(tmp_path: Path) -> None:
         losses.append([each["loss"] for each in metrics])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
     assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[3] == pytest.approx(losses[0], rel=1e-10)
+    for line in (tmp_path / "context" / "out" / "ledger.jsonl").read_text().splitlines():
+        assert RankRecord.parse(json.loads(line)).seconds["cp"] > 0
+
+
+def test_documents_are_masked_where_the_data_names_their_end(tmp_path: Path) -> None:
+    losses = []
+    for name, layout in {"one": {}, "context": {"cp": 2}}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        run = run_on(directory, data={"document_mask": True}, **layout)
+        if not losses:
+            status, lines = train(directory, 1)
+            assert status == 2, lines
+            assert "data.document_mask=True: " in "\n".join(lines)
+            assert "names no token that ends a document" in "\n".join(lines)
+        index = json.loads((directory / "shards" / INDEX).read_text())
+        (directory / "shards" / INDEX).write_text(json.dumps({**index, "end_of_document": 7}))
+        status, lines = train(directory, run.layout.world)
+        assert status == 0, lines
+        metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([each["loss"] for each in metrics])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
 
 
 def test_a_full_disk_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
         ({"model": {"scaled_embedding": True}}, "model.scaled_embedding=True: is not trained yet; only False is"),
         ({"model": {"norm_placement": "post"}}, "model.norm_placement='post': is not trained yet; only pre is"),
         ({"attention": {"sinks": True}}, "attention.sinks=True: is not trained yet; only False is"),
-        ({"cp": 2}, "layout.cp=2: is planned but not trained yet; set layout.cp=1"),
         (
             {"recipe": {"precision": "fp8-block"}},
             "recipe.precision='fp8-block': is planned but not trained yet; use bf16, fp32, fp64",

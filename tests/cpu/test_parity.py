@@ -40,6 +40,9 @@ def test_equals_the_plain_model(world: int, case: str) -> None:
         (2, "zb_v without some weight gradients of a chunk", "gradients"),
         (2, "dualpipe without the sum over twins", "gradients"),
         (2, "dualpipe whose twins both count in the norm", "norm"),
+        (2, "cp without its reduction", "gradients"),
+        (2, "cp without offset positions", "loss"),
+        (2, "cp without documents", "loss"),
     ],
 )
 def test_a_planted_error_is_seen(world: int, case: str, wrong: str) -> None:

@@ -188,7 +188,7 @@ def _planes(question: Question) -> Iterator[Plane]:
         if model.is_moe and tp > 1 and not recipe.sequence_parallel:
             continue
         for cp in _allowed(question, "cp", _divisors(question.devices // tp)):
-            cut = cp * (tp if recipe.sequence_parallel else 1)
+            cut = recipe.sequence_cut(tp, cp)
             if recipe.seq_len % cut or not _is_power_of_two(cp) or not _may_exchange_heads(question, tp, cp):
                 continue
             for pp in _allowed(question, "pp", _divisors(question.devices // (tp * cp))):

@@ -1,6 +1,7 @@
 """How it is trained: batch, precision, recompute, sharding, schedule, optimizer. What changes cost but not
 architecture."""
 
+import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -166,6 +167,12 @@ class Recipe(Noun):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
+
+    def sequence_cut(self, tp: int, cp: int) -> int:
+        """What seq_len must be a multiple of. cp cuts the sequence into an early and a late chunk for each rank,
+        or into one where heads are exchanged; sequence-parallel tp cuts a rank's positions."""
+        chunks = 2 if cp > 1 and self.cp_method != "all_to_all" else 1
+        return cp * math.lcm(chunks, tp if self.sequence_parallel else 1)
 
     @property
     def is_low_precision(self) -> bool:

@@ -33,6 +33,10 @@ class DataSpec(Noun):
     """Directory of the shards; empty for python-stdlib, which is kept in the cache."""
     vocab_size: Count = Field(default=4096, ge=258)
     """Of the BPE that is trained for python-stdlib; for shards, the largest that they may use."""
+    document_mask: bool = False
+    """Tokens see no other document than their own, though samples hold several; positions count on through the
+    sample. The planner counts attention as if they saw all, which is what is computed, and doesn't count the
+    mask: a value for each pair of positions, in each layer."""
 
 
 class Budget(Noun):
@@ -97,7 +101,7 @@ class Run(Noun):
                 f"must divide the {layout.expert_dp} replicas of every expert, "
                 f"tp*cp*dp/(ep*etp)={layout.expert_dp * shared}/{shared}",
             )
-        split = layout.cp * (layout.tp if recipe.sequence_parallel else 1)
+        split = recipe.sequence_cut(layout.tp, layout.cp)
         if recipe.seq_len % split:
             reject(
                 "recipe.seq_len",

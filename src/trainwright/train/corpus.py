@@ -50,7 +50,8 @@ def build_corpus(cache: Path, vocab_size: int = 4096, on_progress: Progress = la
     """
     on_progress("reading the standard library", 0.0)
     texts = list(_texts(Path(sysconfig.get_path("stdlib"))))
-    digest = hashlib.sha256()
+    # The first versions of this cache didn't say which token ends a document: they have other names.
+    digest = hashlib.sha256(END_OF_TEXT.encode())
     for text in texts:
         digest.update(text.encode())
         digest.update(b"\0")
@@ -110,7 +111,7 @@ def _build(directory: Path, texts: list[str], vocab_size: int, on_progress: Prog
             pieces.append(np.array([*encoding.ids, end], dtype=np.uint32))
     tokenizer.save(str(directory / "tokenizer.json"))
     write_shards(
-        directory, [np.concatenate(pieces)], tokenizer.get_vocab_size(), "Python standard library sources"
+        directory, [np.concatenate(pieces)], tokenizer.get_vocab_size(), "Python standard library sources", end
     )
 
 

@@ -5,10 +5,13 @@ target once per epoch. Sample i of epoch e is window P(i), with P a permutation 
 (seed, e) and evaluated point by point: a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers
 with arbitrary finite domains", s2), so that a trillion tokens need no shuffled list. Step t takes the samples
 t * global_batch and on; each data-parallel rank takes its contiguous part of them.
+
+A window holds documents end to end, cut where it begins and ends. Where a token is to see its own document alone,
+a batch says for each token which one it is in.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +29,16 @@ class Batch:
     """`IGNORED` marks positions without a target."""
     global_tokens: int
     """Targets of the step over all ranks: what the summed loss is divided by."""
+    documents_BS: list[torch.Tensor] | None = None
+    """The number of each input's document in its sample, always of whole samples; None where all are seen."""
+
+    def at(self, positions: torch.Tensor) -> "Batch":
+        """The same samples at some of their positions alone."""
+        return replace(
+            self,
+            inputs_BS=[each[:, positions] for each in self.inputs_BS],
+            targets_BS=[each[:, positions] for each in self.targets_BS],
+        )
 
 
 IGNORED = -100
@@ -39,6 +52,8 @@ class PackedDataset:
     shards: Shards
     seq_len: int
     seed: int
+    end_of_document: int | None = None
+    """The token after which tokens see no earlier one; None where they see all."""
 
     def __post_init__(self) -> None:
         if self.num_windows < 1:
@@ -64,11 +79,20 @@ class PackedDataset:
         per_rank = global_batch // dp
         first = step * global_batch + dp_rank * per_rank
         tokens = torch.from_numpy(np.stack([self.sample(first + at) for at in range(per_rank)]))
+        inputs_BS = tokens[:, :-1].contiguous()
+        documents_BS = None if self.end_of_document is None else documents_of(inputs_BS, self.end_of_document)
         return Batch(
-            inputs_BS=list(tokens[:, :-1].contiguous().split(micro_batch)),
+            inputs_BS=list(inputs_BS.split(micro_batch)),
             targets_BS=list(tokens[:, 1:].contiguous().split(micro_batch)),
             global_tokens=global_batch * self.seq_len,
+            documents_BS=None if documents_BS is None else list(documents_BS.split(micro_batch)),
         )
+
+
+def documents_of(inputs_BS: torch.Tensor, end_of_document: int) -> torch.Tensor:
+    """The number of each token's document in its sample, from 0; an end is part of what it ends."""
+    is_end_BS = inputs_BS == end_of_document
+    return is_end_BS.cumsum(dim=1) - is_end_BS.long()
 
 
 def permuted(position: int, size: int, key: str) -> int:

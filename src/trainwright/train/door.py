@@ -16,7 +16,6 @@ TRAINED_CHOICES = {
     "gradient_format": "fp32",
     "fused_accumulation": False,
     "recompute_ops": ("attention",),
-    "cp_method": "all_gather",
     "attention_kernel": "flash",
     "dropout": 0.0,
     "loss_kernel": "plain",
@@ -43,7 +42,7 @@ def require_trainable(run: Run) -> None:
     """Raise `InvalidSpec` at the first field of a checked run that `train` can't carry out."""
     _require_model(run.model)
     layout, recipe = run.layout, run.recipe
-    for axis in ("cp", "ep", "etp"):
+    for axis in ("ep", "etp"):
         if getattr(layout, axis) > 1:
             reject(f"layout.{axis}", getattr(layout, axis), f"is planned but not trained yet; set layout.{axis}=1")
     for field, trained in TRAINED_CHOICES.items():
@@ -53,7 +52,7 @@ def require_trainable(run: Run) -> None:
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
-    if recipe.zero and layout.dp > recipe.dp_replicate and not recipe.overlap.dp:
+    if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
 
 

@@ -19,7 +19,7 @@ from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
 from trainwright.train.parallelize import StepResult, Trainer, parallelize
-from trainwright.train.shards import open_shards
+from trainwright.train.shards import INDEX, open_shards
 from trainwright.train.watch import Watch
 
 MFU_CONVENTION: FlopConvention = "full"
@@ -75,7 +75,15 @@ def _dataset(run: Run, directory: Path) -> PackedDataset:
             run.model.vocab_size,
             f"is below the vocabulary of {directory}, {shards.vocab_size}; raise it or choose other data",
         )
-    return PackedDataset(shards, run.recipe.seq_len, run.recipe.seed)
+    if run.data.document_mask and shards.end_of_document is None:
+        reject(
+            "data.document_mask",
+            True,
+            f"{directory / INDEX} names no token that ends a document; "
+            "add end_of_document to it, or leave the mask out",
+        )
+    end = shards.end_of_document if run.data.document_mask else None
+    return PackedDataset(shards, run.recipe.seq_len, run.recipe.seed, end)
 
 
 def _step(trainer: Trainer, dataset: PackedDataset, watch: Watch, step: int, lr: float) -> StepResult:

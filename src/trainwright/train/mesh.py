@@ -54,20 +54,27 @@ class Mesh:
     rank: int
     device: torch.device
     dp_replicate: int = 1
-    """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
+    """The plane dp x cp is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """By axis; also `dp_replicate` and `dp_shard`, `first_last` between the ends of the pipeline, and `twins` between
-    a rank of it and its mirror image, where pp is even."""
+    """By axis; also `dp_cp` of all ranks that share parameters, its parts `dp_replicate` and `dp_shard`,
+    `first_last` between the ends of the pipeline, and `twins` between a rank of it and its mirror image, where pp
+    is even."""
     device_mesh: DeviceMesh | None = None
-    """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
+    """Axes dp_replicate, dp_shard (which has cp inside), pp, tp, outermost first; None for a process that is
+    alone."""
 
     @property
     def coordinate(self) -> Coordinate:
         return self.layout.coordinate(self.rank)
 
     @property
+    def dp_cp(self) -> int:
+        """Ranks that share parameters: each has other samples or other positions of them."""
+        return self.layout.dp * self.layout.cp
+
+    @property
     def dp_shard(self) -> int:
-        return self.layout.dp // self.dp_replicate
+        return self.dp_cp // self.dp_replicate
 
     def submesh(self, *axes: str) -> DeviceMesh:
         assert self.device_mesh is not None
@@ -124,11 +131,12 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         return Mesh(layout, rank, device, dp_replicate)
     groups: dict[str, dist.ProcessGroup] = {}
     axes: dict[str, tuple[tuple[int, ...], ...]] = {axis: layout.groups(axis) for axis in AXES}
-    shard = layout.dp // dp_replicate
+    axes["dp_cp"] = _planes(layout)
+    shard = layout.dp * layout.cp // dp_replicate
     axes["dp_shard"] = tuple(
-        ranks[first : first + shard] for ranks in axes["dp"] for first in range(0, layout.dp, shard)
+        ranks[first : first + shard] for ranks in axes["dp_cp"] for first in range(0, len(ranks), shard)
     )
-    axes["dp_replicate"] = tuple(ranks[first::shard] for ranks in axes["dp"] for first in range(shard))
+    axes["dp_replicate"] = tuple(ranks[first::shard] for ranks in axes["dp_cp"] for first in range(shard))
     if layout.pp > 1:
         ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
         axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
@@ -144,13 +152,23 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         groups[axis] = group
     ranks = torch.arange(layout.world)
     if layout.order == "tp-cp-pp-dp":
-        ranks = ranks.view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
+        ranks = ranks.view(layout.dp, layout.pp, layout.cp, layout.tp).transpose(1, 2)
     else:
-        ranks = ranks.view(layout.pp, dp_replicate, shard, layout.cp, layout.tp).permute(1, 2, 0, 3, 4)
-    names = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+        ranks = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp).permute(1, 2, 0, 3)
+    ranks = ranks.reshape(dp_replicate, shard, layout.pp, layout.tp)
+    names = ("dp_replicate", "dp_shard", "pp", "tp")
     device_mesh = DeviceMesh.from_group([groups[name] for name in names], device.type, ranks, mesh_dim_names=names)
     live = {axis: group for axis, group in groups.items() if group.size() > 1}
     return Mesh(layout, rank, device, dp_replicate, live, device_mesh)
+
+
+def _planes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ in dp and cp alone, cp innermost."""
+    return tuple(
+        tuple(layout.rank(Coordinate(tp, cp, pp, dp)) for dp in range(layout.dp) for cp in range(layout.cp))
+        for pp in range(layout.pp)
+        for tp in range(layout.tp)
+    )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """How a run is spread over ranks: one list in one order, each line with its why.
 
 `parallelize` turns a run into this rank's `Trainer`. Nothing here is skipped for a degree of 1 but tensor
-parallelism, which replaces parameters; a pipeline of one is the loop over microbatches, and data parallelism over
-one rank sums over nobody.
+parallelism, which replaces parameters, and context parallelism, which replaces the attention core; a pipeline of
+one is the loop over microbatches, and data parallelism over one rank sums over nobody.
 """
 
 import math
@@ -22,11 +22,13 @@ from trainwright.train.mesh import Mesh
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import adamw, clip, squared_norm
+from trainwright.train.parallel.context import apply_context_parallel
 from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
 from trainwright.train.parallel.pipeline import Pipeline
+from trainwright.train.parallel.positions import Context, positions_of
 from trainwright.train.parallel.recompute import apply_recompute, recomputed_layers
 from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
@@ -76,7 +78,9 @@ class Trainer:
 
     def gradients(self, batch: Batch) -> StepResult:
         """Forward and backward: afterwards gradients are those of the step's mean loss, not clipped yet."""
-        loss_sum = self.pipeline.run(batch)
+        # The ranks of a cp group are given the same samples, of which each takes its positions.
+        layout = self.mesh.layout
+        loss_sum = self.pipeline.run(batch.at(positions_of(self.run.recipe, layout.cp, self.mesh.coordinate.cp)))
         twins = self.ranks_of_a_stage
         if twins > 1:
             sum_over_twins(self.data_parallel.parameters(), self.mesh, self.clock)
@@ -91,8 +95,8 @@ class Trainer:
             )
         # One small collective for both: all ranks of a tp group hold the same loss, so each gives its part. Ranks
         # that are early wait here for the others, in a pipeline for the stages that finish last.
-        layout = self.mesh.layout
-        with self.clock.of("pp" if layout.pp > 1 else "dp" if layout.dp > 1 else "tp"):
+        last = next((axis for axis in ("pp", "dp", "cp") if layout.degree(axis) > 1), "tp")
+        with self.clock.of(last):
             loss, square = self.mesh.sum_over_world([float(loss_sum) / layout.tp, share])
         return StepResult(loss / batch.global_tokens, math.sqrt(square))
 
@@ -151,6 +155,11 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
     for piece in pieces:
         apply_recompute(piece, recipe)
+
+    # Context parallelism around the attention cores, which recomputation may have wrapped.
+    if layout.cp > 1:
+        for piece in pieces:
+            apply_context_parallel(piece, Context(mesh.groups["cp"], clock), recipe)
 
     # Data parallelism last: from here on it owns the parameters, and their precision.
     def fill(piece: Transformer, module: nn.Module, prefix: str) -> None:

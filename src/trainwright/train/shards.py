@@ -2,7 +2,8 @@
 
 A directory holds `index.json` and the `.bin` files that it names, little-endian uint16 (vocabularies up to
 65,536) or uint32. The index carries the vocabulary size and each file's token count, so that a truncated file
-or one of another vocabulary is found at the door and not as a wrong loss.
+or one of another vocabulary is found at the door and not as a wrong loss. It may name the token that ends a
+document.
 """
 
 import json
@@ -29,6 +30,8 @@ class Shards:
     arrays: tuple[np.ndarray, ...]
     starts: tuple[int, ...]
     """Stream position of each shard's first token, and of the end."""
+    end_of_document: int | None = None
+    """The token that each document ends with, where the index says it."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,10 +85,13 @@ def open_shards(directory: Path) -> Shards:
         names.append(entry["file"])
         arrays.append(np.memmap(file, dtype=dtype, mode="r") if tokens else np.empty(0, dtype))
         starts.append(starts[-1] + tokens)
-    return Shards(directory, index["vocab_size"], tuple(names), tuple(arrays), tuple(starts))
+    end = index.get("end_of_document")
+    return Shards(directory, index["vocab_size"], tuple(names), tuple(arrays), tuple(starts), end)
 
 
-def write_shards(directory: Path, shards: list[np.ndarray], vocab_size: int, source: str) -> None:
+def write_shards(
+    directory: Path, shards: list[np.ndarray], vocab_size: int, source: str, end_of_document: int | None = None
+) -> None:
     """Write token arrays as shards of an existing, empty `directory`. The index goes last."""
     name = "uint16" if vocab_size <= 65536 else "uint32"
     entries = []
@@ -94,6 +100,8 @@ def write_shards(directory: Path, shards: list[np.ndarray], vocab_size: int, sou
         tokens.astype(DTYPES[name]).tofile(directory / file)
         entries.append({"file": file, "tokens": int(tokens.size)})
     index = {"format": FORMAT, "dtype": name, "vocab_size": vocab_size, "source": source, "shards": entries}
+    if end_of_document is not None:
+        index["end_of_document"] = end_of_document
     (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -109,6 +117,11 @@ def _read_index(path: Path) -> dict[str, Any]:
     entries, vocab_size = index.get("shards"), index.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1 or not isinstance(entries, list):
         reject("data.path", str(path.parent), remedy)
+    end = index.get("end_of_document", 0)
+    if not isinstance(end, int) or not 0 <= end < vocab_size:
+        reject(
+            "data.path", str(path.parent), f"{INDEX} has end_of_document={end!r}, which is no token; correct it"
+        )
     for entry in entries:
         tokens = entry.get("tokens") if isinstance(entry, dict) else None
         if not isinstance(tokens, int) or tokens < 0 or not isinstance(entry.get("file"), str):

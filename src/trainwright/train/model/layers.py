@@ -38,18 +38,23 @@ def attention_core(
     value_BKSH: torch.Tensor,
     sliding_window: int | None,
     scale: float | None,
+    documents_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention; query head n uses key head n // (N / K). A window counts the query's own position."""
+    """Causal attention; query head n uses key head n // (N / K). A window counts the query's own position. Tokens
+    see those of their document alone, where their documents' numbers are given."""
     seq_len = query_BNSH.shape[2]
-    if sliding_window is None or sliding_window >= seq_len:
+    window = seq_len if sliding_window is None else sliding_window
+    if window >= seq_len and documents_BS is None:
         return F.scaled_dot_product_attention(
             query_BNSH, key_BKSH, value_BKSH, is_causal=True, scale=scale, enable_gqa=True
         )
     position = torch.arange(seq_len, device=query_BNSH.device)
     distance_SS = position[:, None] - position[None, :]
-    seen_SS = (distance_SS >= 0) & (distance_SS < sliding_window)
+    seen = (distance_SS >= 0) & (distance_SS < window)
+    if documents_BS is not None:
+        seen = seen & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
     return F.scaled_dot_product_attention(
-        query_BNSH, key_BKSH, value_BKSH, attn_mask=seen_SS, scale=scale, enable_gqa=True
+        query_BNSH, key_BKSH, value_BKSH, attn_mask=seen, scale=scale, enable_gqa=True
     )
 
 
@@ -71,7 +76,9 @@ class Attention(nn.Module):
         self.key_norm = Norm(spec, d_head) if per_head else None
         self.core = attention_core
 
-    def forward(self, x_BSD: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    def forward(
+        self, x_BSD: torch.Tensor, rotary: Rotary | None, documents_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
         query_BSNH = self.query(x_BSD).unflatten(-1, (-1, self.d_head))
         key_BSKH = self.key(x_BSD).unflatten(-1, (-1, self.d_head))
         value_BKSH = self.value(x_BSD).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
@@ -80,7 +87,7 @@ class Attention(nn.Module):
         query_BNSH, key_BKSH = query_BSNH.transpose(1, 2), key_BSKH.transpose(1, 2)
         if rotary is not None:
             query_BNSH, key_BKSH = rotary(query_BNSH), rotary(key_BKSH)
-        mixed_BNSH = self.core(query_BNSH, key_BKSH, value_BKSH, self.sliding_window, self.scale)
+        mixed_BNSH = self.core(query_BNSH, key_BKSH, value_BKSH, self.sliding_window, self.scale, documents_BS)
         return self.out(mixed_BNSH.transpose(1, 2).flatten(2))
 
 
@@ -112,6 +119,8 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(spec, spec.d_model)
         self.mlp = Mlp(spec, layer.mlp)
 
-    def forward(self, x_BSD: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
+    def forward(
+        self, x_BSD: torch.Tensor, rotary: Rotary | None, documents_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, documents_BS)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))

@@ -25,10 +25,13 @@ def turned_width(rope: Rope, d_head: int) -> int:
 
 
 class Rotary:
-    """Tables of cosine and sine, made for the lengths, types and devices that are asked for, and kept."""
+    """Tables of cosine and sine, made for the lengths, types and devices that are asked for, and kept.
+
+    `positions` are those of a sequence's tokens, where they aren't the first ones."""
 
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
+        self.positions: torch.Tensor | None = None
         self._tables: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x_BNSH: torch.Tensor) -> torch.Tensor:
@@ -36,7 +39,9 @@ class Rotary:
         key = (x_BNSH.shape[2:], x_BNSH.dtype, x_BNSH.device)
         if key not in self._tables:
             seq_len, d_head = key[0]
-            angle_SH = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies(self.rope, d_head))
+            position_S = torch.arange(seq_len) if self.positions is None else self.positions
+            assert len(position_S) == seq_len
+            angle_SH = torch.outer(position_S.double(), frequencies(self.rope, d_head))
             angle_SH = torch.cat((angle_SH, angle_SH), dim=-1)
             self._tables[key] = (angle_SH.cos().to(x_BNSH), angle_SH.sin().to(x_BNSH))
         return rotate(x_BNSH, *self._tables[key])

@@ -43,10 +43,11 @@ class Transformer(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """documents_BS: the number of each token's document, where tokens see their own alone."""
         x_BSD = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rotary)
+            x_BSD = layer(x_BSD, self.rotary, documents_BS)
         if self.norm is None or self.head is None:
             return x_BSD
         return self.head(self.norm(x_BSD))

@@ -14,7 +14,7 @@ class DataParallel(Protocol):
         ...
 
     def copies(self) -> int:
-        """Data-parallel ranks that hold the same part of a parameter."""
+        """Ranks of dp x cp that hold the same part of a parameter."""
         ...
 
     def held_bytes(self) -> dict[str, float]:
@@ -35,7 +35,7 @@ class DataParallel(Protocol):
         ...
 
     def reduce(self) -> None:
-        """Called after all backward passes: afterwards each gradient is the sum over all dp ranks."""
+        """Called after all backward passes: afterwards each gradient is the sum over all dp and cp ranks."""
         ...
 
     def after_update(self) -> None:

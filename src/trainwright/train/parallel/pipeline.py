@@ -116,10 +116,13 @@ class Pipeline:
         else:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
+        documents_BS = None
+        if batch.documents_BS is not None:
+            documents_BS = batch.documents_BS[act.microbatch].to(self._mesh.device)
         if place in self._split:
             state.weight_gradients[place] = WeightGradients()
         with self._clock.of("compute"), state.weight_gradients.get(place, nullcontext()):
-            output = piece(x)
+            output = piece(x, documents_BS)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
                 output = summed_cross_entropy(output, targets_BS, self._vocabulary)

@@ -57,7 +57,7 @@ class Replicated:
         self, pieces: list[Transformer], mesh: Mesh, compute_dtype: torch.dtype, clock: Clock, *, overlap: bool
     ) -> None:
         self._mesh, self._clock, self._overlap = mesh, clock, overlap
-        self._group = mesh.groups.get("dp")
+        self._group = mesh.groups.get("dp_cp")
         self._is_last = dict.fromkeys(range(len(pieces)), False)
         self._slots = [
             slot for number, piece in enumerate(pieces) for slot in _slots(number, piece, compute_dtype)
@@ -72,7 +72,7 @@ class Replicated:
             yield slot.name, slot.master
 
     def copies(self) -> int:
-        return self._mesh.layout.dp
+        return self._mesh.dp_cp
 
     def held_bytes(self) -> dict[str, float]:
         masters = sum(bytes_of(slot.master) for slot in self._slots)

@@ -1,0 +1,36 @@
+"""Context parallelism: the ranks of a cp group share the positions of every sequence (`parallel/positions.py`).
+
+All of a layer but the attention core works on each position by itself, so a rank computes its own positions and
+only the core must see the others'. `Recipe.cp_method` says how:
+
+    all_gather  keys and values of all ranks are gathered at once (Llama 3, arXiv:2407.21783 s3.3.2)
+    ring        they are passed round, beside the compute of those that are here (arXiv:2310.01889)
+    all_to_all  heads are exchanged for positions: a rank has whole sequences of some heads (arXiv:2309.14509)
+
+Gradients of parameters are sums over positions, so over cp as over dp: the data-parallel forms add them up over
+both (`Mesh.dp_cp`), and shard over both what they shard.
+"""
+
+from functools import partial
+
+from trainwright.spec.recipe import Recipe
+from trainwright.train.model.layers import Layer
+from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.exchanged import exchanged
+from trainwright.train.parallel.positions import Context, positions_of
+from trainwright.train.parallel.travelling import travelling
+
+
+def apply_context_parallel(piece: Transformer, context: Context, recipe: Recipe) -> None:
+    """Let the attention cores of a piece see the other ranks' positions, in place. Recomputation is applied
+    before: heads are exchanged around a core that is recomputed, so that they needn't be again."""
+    if piece.rotary is not None:
+        piece.rotary.positions = positions_of(recipe, context.size, context.rank)
+    for layer in piece.layers.values():
+        assert isinstance(layer, Layer)
+        attention = layer.attention
+        if recipe.cp_method == "all_to_all":
+            attention.core = partial(exchanged, context, attention.core)
+        else:
+            again = recipe.recompute == "selective" and "attention" in recipe.recompute_ops
+            attention.core = partial(travelling, context, recipe.cp_method, again)
