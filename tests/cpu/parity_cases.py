@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_batches, example_run, part_of, plain_step, whole_name
+from parity_models import CASES as MODELS
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
+from trainwright.train.door import require_trainable
 from trainwright.train.mesh import Mesh, build_mesh, leave
 from trainwright.train.parallelize import Trainer, parallelize
 
@@ -260,6 +262,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
+for cases in (MODELS,):
+    for size, each in cases.items():
+        CASES[size] = CASES.get(size, {}) | {f"models: {name}": fields for name, fields in each.items()}
+
 
 def without_dp_reduction(trainer: Trainer) -> None:
     trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
@@ -302,7 +308,8 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
     mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
     stands_where_the_layout_says(mesh)
-    trainer = parallelize(run.check(), mesh, Clock())
+    require_trainable(run.check())
+    trainer = parallelize(run, mesh, Clock())
     if spoil is not None:
         spoil(trainer)
     sequences = example_batches(run, ignored=ignored)
@@ -350,7 +357,7 @@ def main(world: int, output: Path) -> None:
     results: dict[str, Any] = {}
     only = sys.argv[3:]
     for name, (fields, spoil) in jobs.items():
-        if only and name not in only:
+        if only and name not in only and name.partition(":")[0] not in only:
             continue
         fields = dict(fields)
         ignored = fields.pop("ignored", False)
