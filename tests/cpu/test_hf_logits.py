@@ -238,11 +238,12 @@ def gpt2(rng: random.Random) -> dict[str, Any]:
 
 def deepseek_v3(rng: random.Random) -> dict[str, Any]:
     values = common(rng)
-    del values["head_dim"], values["num_key_value_heads"]
+    del values["head_dim"]
     mscale = rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}])
     rope = rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**yarn(rng), **mscale}])
     return {
         **values,
+        "num_key_value_heads": values["num_attention_heads"],
         "q_lora_rank": rng.choice([None, 12]),
         "kv_lora_rank": rng.randrange(4, 20),
         "qk_nope_head_dim": rng.choice([4, 8]),

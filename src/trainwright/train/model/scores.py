@@ -1,4 +1,4 @@
-"""Attention whose scores are not just scaled products: capped ones (Gemma 2), and with a sink beside them (gpt-oss).
+"""Attention with scores that aren't just scaled products: capped (Gemma 2), and with a sink beside them (gpt-oss).
 
     capped   softcap * tanh(score / softcap) before the softmax (arXiv:2408.00118 s2). No kernel of
              `scaled_dot_product_attention` does it, so it is written out, some queries at a time; scores are not
