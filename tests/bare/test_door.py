@@ -98,6 +98,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "model.rope.scaling.original_max_positions": (16,),
     "model.rope.scaling.low_frequency_factor": (2.0,),
     "model.rope.scaling.high_frequency_factor": (8.0,),
+    "model.rope.scaling.beta_fast": (16.0,),
+    "model.rope.scaling.beta_slow": (2.0,),
+    "model.rope.scaling.mscale": (0.5,),
+    "model.rope.scaling.mscale_all_dim": (0.5,),
     "attention.num_heads": (8,),
     "attention.num_kv_heads": (4,),
     "attention.d_head": (32,),
@@ -111,10 +115,6 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 SAYS_NOTHING = {
     "model.name": "a name",
     "model.source": "a note",
-    **{
-        f"model.rope.scaling.{field}": "of yarn, which is refused"
-        for field in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-    },
 }
 """Fields that change no program, and why."""
 
@@ -134,6 +134,16 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.activations_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.overlap.dp", False): {"recipe.zero": 0},
+    **{
+        (f"model.rope.scaling.{field}", value): {"model.rope.scaling.kind": "yarn"}
+        for field, value in (
+            ("beta_fast", 16.0),
+            ("beta_slow", 2.0),
+            ("mscale", 0.5),
+            ("mscale_all_dim", 0.5),
+            ("truncate", False),
+        )
+    },
 }
 """What else a value needs."""
 
@@ -181,27 +191,32 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "model.head_bias": None,
     "model.norm": None,
     "model.norm_epsilon": None,
+    "model.norm_placement": None,
+    "model.zero_centered_norm": None,
+    "model.parallel_residual": None,
+    "model.scaled_embedding": None,
+    "model.logit_softcap": None,
     "model.rope": None,
+    "model.learned_positions": None,
     "model.max_positions": None,
     "model.rope.theta": None,
+    "model.rope.local_theta": None,
     "model.rope.fraction": None,
     "model.rope.scaling": None,
-    "model.rope.scaling.kind": ("llama3", "linear"),
-    **{
-        f"model.rope.scaling.{field}": None
-        for field in ("factor", "original_max_positions", "low_frequency_factor", "high_frequency_factor")
-    },
+    **{f"model.rope.scaling.{field}": None for field in RopeScaling.model_fields},
     "attention.num_heads": None,
     "attention.num_kv_heads": None,
     "attention.d_head": None,
     "attention.sliding_window": None,
     "attention.qkv_bias": None,
     "attention.out_bias": None,
-    "attention.qk_norm": ("none", "per_head"),
+    "attention.qk_norm": None,
+    "attention.sinks": None,
+    "attention.logit_softcap": None,
     "attention.query_scale": None,
     "mlp.d_ff": None,
     "mlp.gated": None,
-    "mlp.activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    "mlp.activation": None,
     "mlp.bias": None,
 }
 """What the trainer does as it is told: any value, or these."""

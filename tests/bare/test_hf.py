@@ -51,6 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_k2": DEEPSEEK,
     "gpt_oss": {**SHARED, "num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 64, "n_head": 8, "n_layer": 6, "n_positions": 128, "vocab_size": 100},
+    "olmo2": SHARED,
     "gpt_neox": SHARED,
 }
 

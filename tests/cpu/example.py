@@ -61,7 +61,9 @@ def example_run(
         "attention": {"num_heads": 4, "num_kv_heads": 2, "d_head": 8, **(attention or {})},
         "mlp": {"kind": "dense", "d_ff": 48, **(mlp or {})},
     }
-    layer["attention"]["kind"] = "gqa"
+    layer["attention"].setdefault("kind", "gqa")
+    if layer["attention"]["kind"] == "mla":
+        del layer["attention"]["num_kv_heads"], layer["attention"]["d_head"]
     return Run.parse(
         {
             "layout": layout,

@@ -19,12 +19,15 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import parity_context
+import parity_models
 import parity_schedules
+import parity_together
 from example import example_batches, example_run, part_of, plain_step, whole_name
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
+from trainwright.train.door import require_trainable
 from trainwright.train.mesh import Mesh, build_mesh, leave
 from trainwright.train.parallelize import Trainer, parallelize
 
@@ -262,9 +265,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
-for _cases in (parity_schedules.CASES, parity_context.CASES):
+TOPICS = {
+    "schedules": parity_schedules.CASES,
+    "context": parity_context.CASES,
+    "models": parity_models.CASES,
+    "together": parity_together.CASES,
+}
+for _topic, _cases in TOPICS.items():
     for _world, _more in _cases.items():
-        CASES.setdefault(_world, {}).update(_more)
+        CASES.setdefault(_world, {}).update({f"{_topic}: {name}": fields for name, fields in _more.items()})
 
 
 def without_dp_reduction(trainer: Trainer) -> None:
@@ -311,7 +320,8 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
     mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
     stands_where_the_layout_says(mesh)
-    trainer = parallelize(run.check(), mesh, Clock())
+    require_trainable(run.check())
+    trainer = parallelize(run, mesh, Clock())
     if spoil is not None:
         spoil(trainer)
     sequences = example_batches(run, ignored=ignored)
@@ -380,7 +390,7 @@ def main(world: int, output: Path) -> None:
     results: dict[str, Any] = {}
     only = sys.argv[3:]
     for name, (fields, spoil) in jobs.items():
-        if only and name not in only:
+        if only and name not in only and name.partition(":")[0] not in only:
             continue
         fields = dict(fields)
         ignored = fields.pop("ignored", False)

@@ -125,7 +125,7 @@ def without_documents(trainer: Trainer) -> None:
 def without_offset_positions(trainer: Trainer) -> None:
     for piece in trainer.pieces:
         assert piece.rotary is not None
-        piece.rotary.positions = None
+        piece.rotary.held = None
 
 
 CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]] = {

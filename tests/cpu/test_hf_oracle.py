@@ -109,6 +109,12 @@ def _gpt_oss(rng: random.Random) -> dict[str, Any]:
     return {**_mixtral(rng), "sliding_window": 16, "attention_bias": rng.random() < 0.5}
 
 
+def _olmo2(rng: random.Random) -> dict[str, Any]:
+    values = {**_common(rng), "attention_bias": rng.random() < 0.5}
+    del values["head_dim"]
+    return values
+
+
 def _gpt2(rng: random.Random) -> dict[str, Any]:
     heads = rng.choice([2, 4])
     return {
@@ -146,6 +152,7 @@ TINY = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,
+    "olmo2": _olmo2,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }

@@ -35,7 +35,9 @@ def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[S
 
 @lru_cache(maxsize=1024)
 def _holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[States, ...]:
-    return tuple(each[undominated(each)] for each in peaks(SCHEDULES[schedule].rows(pp, vpp, num_microbatches), vpp))
+    return tuple(
+        each[undominated(each)] for each in peaks(SCHEDULES[schedule].rows(pp, vpp, num_microbatches), vpp)
+    )
 
 
 def peaks(rows: Rows, vpp: int) -> list[States]:

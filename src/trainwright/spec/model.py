@@ -125,6 +125,12 @@ class DenseMlp(Noun):
     activation: Activation = "silu"
     bias: bool = False
 
+    @model_validator(mode="after")
+    def _check(self) -> "DenseMlp":
+        if self.activation == "swiglu_clamped" and not self.gated:
+            reject("activation", self.activation, "clamps a gate too, and gated is false; set gated=true")
+        return self
+
     def matmul_params(self, d_model: int) -> int:
         return (3 if self.gated else 2) * d_model * self.d_ff
 

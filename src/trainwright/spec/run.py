@@ -212,3 +212,9 @@ def require_length(recipe: Recipe, model: ModelSpec) -> None:
             recipe.seq_len,
             f"is beyond model.max_positions={model.max_positions}; shorten it or raise max_positions",
         )
+    if model.learned_positions and recipe.seq_len > model.learned_positions:
+        reject(
+            "recipe.seq_len",
+            recipe.seq_len,
+            f"is beyond the table of model.learned_positions={model.learned_positions}; shorten it",
+        )

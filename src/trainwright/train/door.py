@@ -7,10 +7,9 @@ without a second's wait; the workers ask it again.
 from operator import attrgetter
 
 from trainwright.spec.errors import reject
-from trainwright.spec.model import DenseMlp, GroupedQueryAttention, ModelSpec
+from trainwright.spec.model import DenseMlp, ModelSpec
 from trainwright.spec.run import Run
 
-TRAINED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 TRAINED_CHOICES = {
     "gradient_format": "fp32",
@@ -52,6 +51,12 @@ def require_trainable(run: Run) -> None:
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
+    if layout.cp > 1 and recipe.cp_method != "all_to_all":
+        for layer in run.model.layer_counts():
+            for field in ("sinks", "logit_softcap"):
+                if getattr(layer.attention, field, None):
+                    remedy = f"can't be merged with attention's {field} yet; use all_to_all"
+                    reject("recipe.cp_method", recipe.cp_method, remedy)
     if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
 
@@ -66,35 +71,8 @@ def _remedy(trained: object) -> str:
 
 
 def _require_model(spec: ModelSpec) -> None:
-    _only("model.norm_placement", spec.norm_placement, "pre")
-    for field in ("zero_centered_norm", "parallel_residual", "scaled_embedding"):
-        _only(f"model.{field}", getattr(spec, field), False)
-    _only("model.learned_positions", spec.learned_positions, 0)
-    _only("model.logit_softcap", spec.logit_softcap, None)
-    _only("model.mtp_depth", spec.mtp_depth, 0)
-    if spec.rope is not None:
-        _only("model.rope.local_theta", spec.rope.local_theta, None)
-        if spec.rope.scaling is not None and spec.rope.scaling.kind == "yarn":
-            reject("model.rope.scaling.kind", "yarn", "is not trained yet; use llama3, linear or no scaling")
-    place = "model.layer_groups.pattern"
+    if spec.mtp_depth:
+        reject("model.mtp_depth", spec.mtp_depth, "is not trained yet; only 0 is")
     for layer in spec.layer_counts():
-        attention, mlp = layer.attention, layer.mlp
-        if not isinstance(attention, GroupedQueryAttention):
-            reject(f"{place}.attention.kind", attention.kind, "is not trained yet; use gqa")
-        if not isinstance(mlp, DenseMlp):
-            reject(f"{place}.mlp.kind", mlp.kind, "is not trained yet; use dense")
-        _only(f"{place}.attention.sinks", attention.sinks, False)
-        _only(f"{place}.attention.logit_softcap", attention.logit_softcap, None)
-        if attention.qk_norm == "all_heads":
-            reject(f"{place}.attention.qk_norm", attention.qk_norm, "is not trained yet; use none or per_head")
-        if mlp.activation not in TRAINED_ACTIVATIONS:
-            reject(
-                f"{place}.mlp.activation",
-                mlp.activation,
-                f"is not trained yet; use {', '.join(TRAINED_ACTIVATIONS)}",
-            )
-
-
-def _only(field: str, value: object, trained: object) -> None:
-    if value != trained:
-        reject(field, value, f"is not trained yet; only {trained} is")
+        if not isinstance(layer.mlp, DenseMlp):
+            reject("model.layer_groups.pattern.mlp.kind", layer.mlp.kind, "is not trained yet; use dense")

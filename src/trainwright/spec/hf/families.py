@@ -59,6 +59,23 @@ def _mixtral(config: Config) -> Plain:
     )
 
 
+def _olmo2(config: Config) -> Plain:
+    bias = config.flag("attention_bias", absent=False)
+    attention = read_attention(
+        config,
+        kv_heads=config.whole("num_attention_heads"),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm="all_heads",
+    )
+    return frame(
+        config,
+        [{"attention": attention, "mlp": gated_mlp(config)}] * num_layers(config),
+        norm_placement="post",
+        norm_epsilon=config.number("rms_norm_eps", absent=1e-5),
+    )
+
+
 def _qwen_windows(config: Config) -> list[int | None]:
     if not config.flag("use_sliding_window", absent=False):
         return [None] * num_layers(config)
@@ -404,6 +421,7 @@ FAMILIES: dict[str, Callable[[Config], Plain]] = {
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "olmo2": _olmo2,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }
@@ -423,6 +441,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
+    "Olmo2ForCausalLM": "olmo2",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gpt_neox",
 }

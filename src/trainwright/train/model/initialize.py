@@ -2,8 +2,8 @@
 
 Each tensor is drawn in full from a generator seeded by (seed, name), whoever asks and whatever part of it they
 keep, so that any layout starts from the same model. Matrices are normal with standard deviation 0.02, those
-that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2, Radford et al. 2019, s2.3); norms are one and
-biases zero. A tied head has the embedding's name.
+that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2, Radford et al. 2019, s2.3); norms multiply by one
+and biases are zero; sinks are as matrices. A tied head has the embedding's name.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def initial_value(spec: ModelSpec, seed: int, name: str, shape: torch.Size, dtyp
     """The whole tensor of parameter `name` on the CPU. `dtype` rounds the same float32 draws."""
     name = global_name(spec, name)
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=dtype)
+        return torch.full(shape, 0.0 if spec.zero_centered_norm else 1.0, dtype=dtype)
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=dtype)
     deviation = STANDARD_DEVIATION

@@ -1,4 +1,4 @@
-"""One transformer layer: attention and MLP, each behind a norm and beside a residual.
+"""One transformer layer: attention and MLP, each beside a residual, with norms before them, behind, or both.
 
 Heads are counted from the width of the projections' outputs, so the same code runs on a shard of the heads. The
 attention core is one function of queries, keys and values, which recomputation can wrap by itself.
@@ -9,27 +9,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec
-from trainwright.train.model.functions import ACTIVATIONS, gated, rms_norm
+from trainwright.train.model.functions import ACTIVATIONS, clamped_swiglu, gated
+from trainwright.train.model.latent import Latent
+from trainwright.train.model.norm import Norm
 from trainwright.train.model.rotary import Rotary
+from trainwright.train.model.scores import attention_with_sinks, capped_attention
 
 
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dim."""
+class Sinks(nn.Module):
+    """A learned logit per head that stands in the softmax's denominator beside the scores (gpt-oss)."""
 
-    def __init__(self, spec: ModelSpec, width: int) -> None:
+    def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.kind, self.epsilon = spec.norm, spec.norm_epsilon
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if spec.norm == "layernorm" else None
+        self.weight = nn.Parameter(torch.zeros(num_heads))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normalize(x, self.weight, self.bias)
-
-    def normalize(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The norm with these parameters, which are this module's or a rank's plain view of them."""
-        if self.kind == "rmsnorm":
-            return rms_norm(x, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 def attention_core(
@@ -39,9 +34,17 @@ def attention_core(
     sliding_window: int | None,
     scale: float | None,
     documents_BS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention; query head n uses key head n // (N / K). A window counts the query's own position. Tokens
     see those of their document alone, where their documents' numbers are given."""
+    if softcap is not None:
+        return capped_attention(
+            query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, softcap, sinks_N
+        )
+    if sinks_N is not None:
+        return attention_with_sinks(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, sinks_N)
     seq_len = query_BNSH.shape[2]
     window = seq_len if sliding_window is None else sliding_window
     if window >= seq_len and documents_BS is None:
@@ -67,28 +70,42 @@ class Attention(nn.Module):
         self.d_head = d_head
         self.sliding_window = attention.sliding_window
         self.scale = attention.query_scale
+        self.softcap = attention.logit_softcap
         self.query = nn.Linear(spec.d_model, heads * d_head, bias=attention.qkv_bias)
         self.key = nn.Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
         self.value = nn.Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
         self.out = nn.Linear(heads * d_head, spec.d_model, bias=attention.out_bias)
-        per_head = attention.qk_norm == "per_head"
-        self.query_norm = Norm(spec, d_head) if per_head else None
-        self.key_norm = Norm(spec, d_head) if per_head else None
+        self.normed_over = attention.qk_norm
+        whole = attention.qk_norm == "all_heads"
+        self.query_norm = self.key_norm = None
+        if attention.qk_norm != "none":
+            self.query_norm = Norm(spec, heads * d_head if whole else d_head, may_have_bias=False)
+            self.key_norm = Norm(spec, kv_heads * d_head if whole else d_head, may_have_bias=False)
+        self.sinks = Sinks(heads) if attention.sinks else None
         self.core = attention_core
 
     def forward(
         self, x_BSD: torch.Tensor, rotary: Rotary | None, documents_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        query_BSNH = self.query(x_BSD).unflatten(-1, (-1, self.d_head))
-        key_BSKH = self.key(x_BSD).unflatten(-1, (-1, self.d_head))
-        value_BKSH = self.value(x_BSD).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-        if self.query_norm is not None and self.key_norm is not None:
-            query_BSNH, key_BSKH = self.query_norm(query_BSNH), self.key_norm(key_BSKH)
-        query_BNSH, key_BKSH = query_BSNH.transpose(1, 2), key_BSKH.transpose(1, 2)
+        query_BNSH = self._heads(self.query(x_BSD), self.query_norm)
+        key_BKSH = self._heads(self.key(x_BSD), self.key_norm)
+        value_BKSH = self._heads(self.value(x_BSD), None)
         if rotary is not None:
             query_BNSH, key_BKSH = rotary(query_BNSH), rotary(key_BKSH)
-        mixed_BNSH = self.core(query_BNSH, key_BKSH, value_BKSH, self.sliding_window, self.scale, documents_BS)
+        sinks_N = None if self.sinks is None else self.sinks()
+        mixed_BNSH = self.core(
+            query_BNSH, key_BKSH, value_BKSH, self.sliding_window, self.scale, documents_BS, self.softcap, sinks_N
+        )
         return self.out(mixed_BNSH.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """A projection's output by heads, normed over all of them at once or over each."""
+        if norm is not None and self.normed_over == "all_heads":
+            projected = norm(projected)
+        heads = projected.unflatten(-1, (-1, self.d_head))
+        if norm is not None and self.normed_over == "per_head":
+            heads = norm(heads)
+        return heads.transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -96,31 +113,46 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: ModelSpec, mlp: DenseMlp) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[mlp.activation]
+        self.activation = mlp.activation
         self.gate = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias) if mlp.gated else None
         self.up = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias)
         self.down = nn.Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
-            return self.down(self.activation(self.up(x_BSD)))
-        return self.down(gated(self.gate(x_BSD), self.up(x_BSD), self.activation))
+            return self.down(ACTIVATIONS[self.activation](self.up(x_BSD)))
+        if self.activation == "swiglu_clamped":
+            return self.down(clamped_swiglu(self.gate(x_BSD), self.up(x_BSD)))
+        return self.down(gated(self.gate(x_BSD), self.up(x_BSD), ACTIVATIONS[self.activation]))
 
 
 class Layer(nn.Module):
-    """Norm, attention, residual; norm, MLP, residual."""
+    """Attention, residual; MLP, residual; and the norms: `attention_norm` and `mlp_norm` of what a branch reads,
+    `attention_out_norm` and `mlp_out_norm` of what it gives."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
-        assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(layer.mlp, DenseMlp)
-        self.attention_norm = Norm(spec, spec.d_model)
-        self.attention = Attention(spec, layer.attention)
-        self.mlp_norm = Norm(spec, spec.d_model)
+        before, after = spec.norm_placement != "post", spec.norm_placement != "pre"
+        self.is_parallel = spec.parallel_residual
+        self.attention_norm = Norm(spec, spec.d_model) if before else None
+        if isinstance(layer.attention, GroupedQueryAttention):
+            self.attention: Attention | Latent = Attention(spec, layer.attention)
+        else:
+            self.attention = Latent(spec, layer.attention, attention_core)
+        self.attention_out_norm = Norm(spec, spec.d_model) if after else None
+        self.mlp_norm = Norm(spec, spec.d_model) if before else None
         self.mlp = Mlp(spec, layer.mlp)
+        self.mlp_out_norm = Norm(spec, spec.d_model) if after else None
 
     def forward(
         self, x_BSD: torch.Tensor, rotary: Rotary | None, documents_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, documents_BS)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        attended_BSD = self.attention(_normed(self.attention_norm, x_BSD), rotary, documents_BS)
+        y_BSD = x_BSD + _normed(self.attention_out_norm, attended_BSD)
+        read_BSD = x_BSD if self.is_parallel else y_BSD
+        return y_BSD + _normed(self.mlp_out_norm, self.mlp(_normed(self.mlp_norm, read_BSD)))
+
+
+def _normed(norm: Norm | None, x_BSD: torch.Tensor) -> torch.Tensor:
+    return x_BSD if norm is None else norm(x_BSD)

@@ -1,8 +1,10 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) in the half-split form that Llama checkpoints use.
 
 Angle of position s and frequency i is s * theta^(-2i/d). Under `llama3` scaling (Llama 3.1, arXiv:2407.21783)
-low frequencies are divided by `factor`, high ones kept, and a linear ramp joins them; `linear` divides all. A
-`fraction` below 1 turns the first part of each head and leaves the rest as it is (GPT-NeoX).
+low frequencies are divided by `factor`, high ones kept, and a linear ramp joins them; `linear` divides all; `yarn`
+(arXiv:2309.00071 s3) has its ramp along the pairs and not along the frequencies, and lengthens what it turns, so
+that softmax is as sharp over a longer context as it was. A `fraction` below 1 turns the first part of each head
+and leaves the rest as it is (GPT-NeoX).
 """
 
 import math
@@ -16,7 +18,30 @@ def frequencies(rope: Rope, d_head: int) -> torch.Tensor:
     """Angle per position of each turned pair, in float64; half as many as widths that are turned."""
     turned = turned_width(rope, d_head)
     frequency = rope.theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-    return frequency if rope.scaling is None else _scaled(frequency, rope.scaling)
+    if rope.scaling is None:
+        return frequency
+    if rope.scaling.kind == "yarn":
+        kept = _kept_by_yarn(rope.theta, rope.scaling, turned)
+        return frequency * (kept + (1 - kept) / rope.scaling.factor)
+    return _scaled(frequency, rope.scaling)
+
+
+def amplitude(scaling: RopeScaling | None) -> float:
+    """What turned values are multiplied by: yarn's sqrt(1/t) = 0.1 * ln(factor) + 1 (arXiv:2309.00071 eq. 22), or
+    that with `mscale` over that with `mscale_all_dim` (DeepSeek-V2's modeling code)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.mscale is None or scaling.mscale_all_dim is None:
+        return _mscale(scaling.factor, 1.0)
+    return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+
+
+def sharpened(scaling: RopeScaling | None) -> float:
+    """What latent attention's scores are multiplied by on top: `mscale_all_dim` is for the widths of a head that
+    aren't turned too, so it enters twice, for queries and keys (DeepSeek-V2's modeling code)."""
+    if scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def turned_width(rope: Rope, d_head: int) -> int:
@@ -27,11 +52,11 @@ def turned_width(rope: Rope, d_head: int) -> int:
 class Rotary:
     """Tables of cosine and sine, made for the lengths, types and devices that are asked for, and kept.
 
-    `positions` are those of a sequence's tokens, where they aren't the first ones."""
+    `held` are the positions of a sequence's tokens, where they aren't the first ones."""
 
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
-        self.positions: torch.Tensor | None = None
+        self.held: torch.Tensor | None = None
         self._tables: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x_BNSH: torch.Tensor) -> torch.Tensor:
@@ -39,11 +64,12 @@ class Rotary:
         key = (x_BNSH.shape[2:], x_BNSH.dtype, x_BNSH.device)
         if key not in self._tables:
             seq_len, d_head = key[0]
-            position_S = torch.arange(seq_len) if self.positions is None else self.positions
+            position_S = torch.arange(seq_len) if self.held is None else self.held
             assert len(position_S) == seq_len
             angle_SH = torch.outer(position_S.double(), frequencies(self.rope, d_head))
             angle_SH = torch.cat((angle_SH, angle_SH), dim=-1)
-            self._tables[key] = (angle_SH.cos().to(x_BNSH), angle_SH.sin().to(x_BNSH))
+            long = amplitude(self.rope.scaling)
+            self._tables[key] = ((long * angle_SH.cos()).to(x_BNSH), (long * angle_SH.sin()).to(x_BNSH))
         return rotate(x_BNSH, *self._tables[key])
 
 
@@ -63,3 +89,25 @@ def _scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def _kept_by_yarn(theta: float, scaling: RopeScaling, turned: int) -> torch.Tensor:
+    """Of each pair the share that keeps its frequency: 1 for those that turn more than beta_fast times over the
+    original length, 0 for those below beta_slow turns, and a ramp between the two (arXiv:2309.00071 s3.2)."""
+
+    def pair(turns: float) -> float:
+        """The pair, a fractional one, that turns so often over the original length."""
+        return turned * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turned - 1)
+    if first == last:
+        last += 0.001  # A step, as in the reference implementation.
+    ramp = (torch.arange(turned // 2, dtype=torch.float64) - first) / (last - first)
+    return 1 - ramp.clamp(0.0, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0

@@ -5,12 +5,33 @@ the back. All pieces of a model name their parameters as the whole one does, so 
 same everywhere (initial weights, checkpoints, tests).
 """
 
+import math
+
 import torch
 from torch import nn
 
 from trainwright.spec.model import ModelSpec
+from trainwright.train.model.functions import softcapped
 from trainwright.train.model.layers import Layer, Norm
 from trainwright.train.model.rotary import Rotary
+
+
+class Positions(nn.Module):
+    """A learned vector for each position, added to the tokens' (GPT-2, Radford et al. 2019).
+
+    `held` are the positions of a sequence's tokens, where they aren't the first ones."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(spec.learned_positions, spec.d_model))
+        self.held: torch.Tensor | None = None
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return x_BSD + self.rows(self.weight, 0, x_BSD.shape[1])
+
+    def rows(self, weight: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """The vectors of `count` tokens of a sequence from `first` on."""
+        return weight[first : first + count] if self.held is None else weight[self.held[first : first + count]]
 
 
 class Transformer(nn.Module):
@@ -31,10 +52,14 @@ class Transformer(nn.Module):
         self.is_first = layers.start == 0 if first is None else first
         self.is_last = layers.stop == spec.num_layers if last is None else last
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if self.is_first else None
+        self.positions = Positions(spec) if self.is_first and spec.learned_positions else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
         self.norm = Norm(spec, spec.d_model) if self.is_last else None
         self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
         self.rotary = None if spec.rope is None else Rotary(spec.rope)
+        self.local_rotary = None
+        if spec.rope is not None and spec.rope.local_theta is not None:
+            self.local_rotary = Rotary(spec.rope.changed(theta=spec.rope.local_theta, scaling=None))
         self.tie()
 
     def tie(self) -> None:
@@ -45,9 +70,23 @@ class Transformer(nn.Module):
 
     def forward(self, x: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
         """documents_BS: the number of each token's document, where tokens see their own alone."""
-        x_BSD = x if self.embedding is None else self.embedding(x)
+        x_BSD = x if self.embedding is None else self._embedded(x)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rotary, documents_BS)
+            x_BSD = layer(x_BSD, self._rotary_of(layer), documents_BS)
         if self.norm is None or self.head is None:
             return x_BSD
-        return self.head(self.norm(x_BSD))
+        logits_BSV = self.head(self.norm(x_BSD))
+        return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
+
+    def _embedded(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        assert self.embedding is not None
+        x_BSD = self.embedding(tokens_BS)
+        if self.spec.scaled_embedding:
+            x_BSD = x_BSD * math.sqrt(self.spec.d_model)
+        return x_BSD if self.positions is None else self.positions(x_BSD)
+
+    def _rotary_of(self, layer: nn.Module) -> Rotary | None:
+        """Layers with a sliding window may turn by frequencies of their own (Gemma 3)."""
+        assert isinstance(layer, Layer)
+        has_window = layer.attention.sliding_window is not None
+        return self.local_rotary if has_window and self.local_rotary is not None else self.rotary

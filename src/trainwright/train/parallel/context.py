@@ -24,8 +24,10 @@ from trainwright.train.parallel.travelling import travelling
 def apply_context_parallel(piece: Transformer, context: Context, recipe: Recipe) -> None:
     """Let the attention cores of a piece see the other ranks' positions, in place. Recomputation is applied
     before: heads are exchanged around a core that is recomputed, so that they needn't be again."""
-    if piece.rotary is not None:
-        piece.rotary.positions = positions_of(recipe, context.size, context.rank)
+    held = positions_of(recipe, context.size, context.rank)
+    for knows_positions in (piece.rotary, piece.local_rotary, piece.positions):
+        if knows_positions is not None:
+            knows_positions.held = held
     for layer in piece.layers.values():
         assert isinstance(layer, Layer)
         attention = layer.attention

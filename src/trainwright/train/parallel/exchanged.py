@@ -26,6 +26,8 @@ def exchanged(
     sliding_window: int | None,
     scale: float | None,
     documents_BS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`core` over whole sequences."""
     kv_heads = key_BKSH.shape[1]
@@ -33,7 +35,9 @@ def exchanged(
     if copies > 1:
         key_BKSH, value_BKSH = (each.repeat_interleave(copies, dim=1) for each in (key_BKSH, value_BKSH))
     query_BNSH, key_BKSH, value_BKSH = _ToHeads.apply(context, query_BNSH, key_BKSH, value_BKSH)  # pyright: ignore[reportGeneralTypeIssues]
-    mixed_BNSH = core(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS)
+    if sinks_N is not None:
+        sinks_N = sinks_N.unflatten(0, (context.size, -1))[context.rank]
+    mixed_BNSH = core(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, softcap, sinks_N)
     return _ToPositions.apply(context, mixed_BNSH)  # pyright: ignore[reportReturnType]
 
 

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from trainwright.spec.recipe import Recipe
 from trainwright.train.clock import Clock
 
-Core = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int | None, float | None, torch.Tensor | None], torch.Tensor
-]
-"""Of queries (B, N, S, H), keys and values (B, K, S, H), window, scale and documents; see `model/layers.py`."""
+Core = Callable[..., torch.Tensor]
+"""An attention core; `layers.attention_core` says what it is given."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from trainwright.train.model.layers import Attention, Layer, Mlp, Norm
-from trainwright.train.model.transformer import Transformer
+from trainwright.train.model.latent import Latent
+from trainwright.train.model.layers import Attention, Layer, Mlp
+from trainwright.train.model.norm import Norm
+from trainwright.train.model.transformer import Positions, Transformer
 from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.parallel.over_ranks import OverRanks
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 """How a (out, in) weight is cut."""
@@ -37,13 +40,11 @@ def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossi
     outside = Partial() if crossing.sequence_parallel else Replicate()
     for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
-        edge = replace(crossing, gather_again=name not in recomputed)
-        _keep(layer.attention_norm, mesh, WHOLE, outside)
-        _keep(layer.mlp_norm, mesh, WHOLE, outside)
-        _cut_attention(layer.attention, mesh, edge, outside)
-        _cut_mlp(layer.mlp, mesh, edge, outside)
+        _cut_layer(layer, mesh, replace(crossing, gather_again=name not in recomputed), outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
+    if piece.positions is not None:
+        _keep_positions(piece.positions, mesh, crossing, outside)
     if piece.norm is not None and piece.head is not None:
         _keep(piece.norm, mesh, WHOLE, outside)
         _cut_columns(piece.head, mesh)
@@ -55,6 +56,17 @@ def vocabulary_start(vocab_size: int, mesh: DeviceMesh) -> int:
     return min(vocab_size, math.ceil(vocab_size / mesh.size()) * mesh.get_local_rank())
 
 
+def _cut_layer(layer: Layer, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+    for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+        if norm is not None:
+            _keep(norm, mesh, WHOLE, outside)
+    if isinstance(layer.attention, Latent):
+        _cut_latent(layer.attention, mesh, crossing, outside)
+    else:
+        _cut_attention(layer.attention, mesh, crossing, outside)
+    _cut_mlp(layer.mlp, mesh, crossing, outside)
+
+
 def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     kv_heads = attention.key.out_features // attention.d_head
     _cut_columns(attention.query, mesh)
@@ -63,9 +75,31 @@ def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, o
             _cut_columns(projection, mesh)
         else:
             _keep_one_head(projection, mesh, attention.d_head, kv_heads)
-    for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None:
-            _keep(norm, mesh, WHOLE, Partial())  # one weight for all heads, of which a rank has some
+    if attention.query_norm is not None and attention.key_norm is not None:
+        if attention.normed_over == "all_heads":
+            _norm_over_ranks(attention.query_norm, mesh, crossing, attention.d_head)
+            _norm_over_ranks(attention.key_norm, mesh, crossing, attention.d_head)
+        else:
+            for norm in (attention.query_norm, attention.key_norm):
+                _keep(norm, mesh, WHOLE, Partial())  # one weight for all heads, of which a rank has some
+    if attention.sinks is not None:
+        sinks = attention.sinks
+        _distribute(sinks, mesh, weight=Shard(0), bias=WHOLE)
+        _replace(sinks, lambda: _part(sinks.weight))
+    _cut_rows(attention.out, mesh, crossing, outside)
+    _between(attention, crossing)
+
+
+def _cut_latent(attention: Latent, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+    """Heads are cut; latents are narrow, and every rank makes them whole. As each has the gradient that comes
+    through its own heads, those of what makes the latents are partial sums."""
+    if attention.query_down is not None and attention.query_norm is not None:
+        _keep_whole(attention.query_down, mesh, Partial())
+        _keep(attention.query_norm, mesh, WHOLE, Partial())
+    _cut_columns(attention.query, mesh)
+    _keep_whole(attention.latent, mesh, Partial())
+    _keep(attention.latent_norm, mesh, WHOLE, Partial())
+    _cut_columns(attention.key_value, mesh)
     _cut_rows(attention.out, mesh, crossing, outside)
     _between(attention, crossing)
 
@@ -100,6 +134,12 @@ def _cut_rows(linear: nn.Linear, mesh: DeviceMesh, crossing: Crossing, outside: 
     _replace(linear, forward)
 
 
+def _keep_whole(linear: nn.Linear, mesh: DeviceMesh, gradient: Placement) -> None:
+    """A projection that every rank has whole."""
+    _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
+    _replace(linear, lambda x: F.linear(x, _part(linear.weight, gradient), _part_or_none(linear.bias, gradient)))
+
+
 def _keep_one_head(linear: nn.Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> None:
     """A key or value projection with fewer heads than ranks."""
     _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
@@ -116,6 +156,35 @@ def _keep(norm: Norm, mesh: DeviceMesh, placement: Placement, gradient: Placemen
     """A norm that every rank has whole, and whose gradients are `gradient` over the ranks."""
     _distribute(norm, mesh, weight=placement, bias=placement)
     _replace(norm, lambda x: norm.normalize(x, _part(norm.weight, gradient), _part_or_none(norm.bias, gradient)))
+
+
+def _norm_over_ranks(norm: Norm, mesh: DeviceMesh, crossing: Crossing, d_head: int) -> None:
+    """A norm over all heads, of which every rank has some, or one that others have too."""
+    (width,), ranks = norm.weight.shape, mesh.size()
+    heads = width // d_head
+    is_cut = heads % ranks == 0
+    _distribute(norm, mesh, weight=Shard(0) if is_cut else WHOLE, bias=WHOLE)
+    first = 0 if is_cut else mesh.get_local_rank() * heads // ranks * d_head
+    over_ranks = OverRanks(crossing, width, copies=1 if is_cut else ranks // heads)
+
+    def forward(x_BSH: torch.Tensor) -> torch.Tensor:
+        weight = _part(norm.weight) if is_cut else _part(norm.weight, Partial())
+        scale = norm.scale(weight[first : first + x_BSH.shape[-1]])
+        return over_ranks.normalized(x_BSH, scale, norm.epsilon, is_centered=norm.kind != "rmsnorm")
+
+    _replace(norm, forward)
+
+
+def _keep_positions(positions: Positions, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+    """The table of positions is whole on every rank, which adds the rows of its own ones."""
+    _distribute(positions, mesh, weight=WHOLE, bias=WHOLE)
+
+    def forward(x_BSD: torch.Tensor) -> torch.Tensor:
+        own = x_BSD.shape[1]
+        first = mesh.get_local_rank() * own if crossing.sequence_parallel else 0
+        return x_BSD + positions.rows(_part(positions.weight, outside), first, own)
+
+    _replace(positions, forward)
 
 
 def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh, crossing: Crossing) -> None:

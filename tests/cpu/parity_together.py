@@ -1,0 +1,74 @@
+"""Parity cases in which features of different files meet: every one of them alone is in a file of its own."""
+
+from typing import Any
+
+from parity_models import FAMILIES, GEMMA_2, GPT_OSS, MLA
+
+METHODS = ("all_gather", "ring", "all_to_all")
+SPLIT: dict[str, dict[str, Any]] = {
+    "zb_h1": {"pp": 2},
+    "zb_v": {"pp": 2, "vpp": 2},
+    "dualpipe": {"pp": 2, "vpp": 2},
+    "dualpipe_v": {"pp": 2, "vpp": 2},
+}
+DOCUMENTS = {"data": {"document_mask": True}}
+WITH_OWN_SCORES = ("gemma 2", "gpt-oss")
+"""Families whose scores only all_to_all can take apart."""
+
+
+def with_recipe(fields: dict[str, Any], **recipe: Any) -> dict[str, Any]:
+    return {**fields, "recipe": {**fields.get("recipe", {}), **recipe}}
+
+
+def families(name: str, *, recipe: dict[str, Any] | None = None, **layout: Any) -> dict[str, dict[str, Any]]:
+    return {
+        f"{name}, {family}": with_recipe({**fields, **layout}, **(recipe or {}))
+        for family, fields in FAMILIES.items()
+    }
+
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "documents, gemma 2": {**GEMMA_2, **DOCUMENTS},
+        "documents, gpt-oss": {**GPT_OSS, **DOCUMENTS},
+        "documents, gpt-oss with a window": {
+            **GPT_OSS,
+            **DOCUMENTS,
+            "attention": {**GPT_OSS["attention"], "sliding_window": 5},
+        },
+        "documents, mla": {**MLA, **DOCUMENTS},
+    },
+    2: {
+        **families("cp all_to_all", cp=2, recipe={"cp_method": "all_to_all"}),
+        **{
+            f"cp {method}, {family}": with_recipe({**fields, "cp": 2}, cp_method=method)
+            for family, fields in FAMILIES.items()
+            for method in ("all_gather", "ring")
+            if family not in WITH_OWN_SCORES
+        },
+        **families("zb_v", **SPLIT["zb_v"], recipe={"schedule": "zb_v"}),
+    },
+    4: {
+        **{
+            f"{schedule} x cp {method}": with_recipe({**layout, "cp": 2}, schedule=schedule, cp_method=method)
+            for schedule, layout in SPLIT.items()
+            for method in METHODS
+        },
+        **families("tp x dualpipe_v", tp=2, **SPLIT["dualpipe_v"], recipe={"schedule": "dualpipe_v"}),
+        **families("tp x cp all_to_all", tp=2, cp=2, recipe={"cp_method": "all_to_all", "zero": 1}),
+        "zb_h1 x cp ring, documents": with_recipe(
+            {**DOCUMENTS, "pp": 2, "cp": 2}, schedule="zb_h1", cp_method="ring"
+        ),
+    },
+    8: {
+        **{
+            f"{schedule} x cp x tp": with_recipe(
+                {**MLA, **layout, "cp": 2, "tp": 2}, schedule=schedule, cp_method=method, zero=1
+            )
+            for (schedule, layout), method in zip(SPLIT.items(), (*METHODS, "ring"), strict=True)
+        },
+        "zb_v x cp x dp zero 2, full recompute": with_recipe(
+            {**SPLIT["zb_v"], "cp": 2, "dp": 2}, schedule="zb_v", cp_method="ring", zero=2, recompute="full"
+        ),
+    },
+}
