@@ -37,7 +37,8 @@ def travelling(
 ) -> torch.Tensor:
     """The attention core; `again` computes output and lse once more in backward instead of keeping them.
     documents_BS: of the whole sequence."""
-    assert softcap is None and sinks_N is None, "the door refuses them"
+    assert softcap is None, "the door refuses it"
+    assert sinks_N is None, "the door refuses them"
     scale = 1 / math.sqrt(query_BNSH.shape[-1]) if scale is None else scale
     core = _Core(context, method, again, sliding_window, scale, documents_BS)
     return _Travelling.apply(query_BNSH, key_BKSH, value_BKSH, core)  # pyright: ignore[reportReturnType]
