@@ -70,6 +70,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "recipe.dp_replicate": (2,),
     "recipe.dropout": (0.1,),
     "recipe.loss_chunks": (2,),
+    "recipe.z_loss": (1e-4,),
     "recipe.capacity_factor": (1.0, 1.5),
     "recipe.expert_imbalance": (1.5,),
     "recipe.grad_clip": (0.0,),
@@ -155,6 +156,9 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.dp_replicate": None,
     "recipe.sequence_parallel": None,
     "recipe.schedule": ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first"),
+    "recipe.loss_kernel": None,
+    "recipe.loss_chunks": None,
+    "recipe.z_loss": None,
     "recipe.grad_clip": None,
     "recipe.seed": None,
     **{

@@ -124,10 +124,13 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     model = plain_model(run, torch.float64)
     choice = run.recipe.optimizer
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, extra = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in sequences:
-        loss = loss + summed_cross_entropy(model(inputs[None]), targets[None]) / count
-    loss.backward()
+        logits_BSV = model(inputs[None])
+        loss = loss + summed_cross_entropy(logits_BSV, targets[None]) / count
+        log_total_BS = torch.logsumexp(logits_BSV, dim=-1)[targets[None] != -100]
+        extra = extra + run.recipe.z_loss * (log_total_BS**2).sum() / count
+    (loss + extra).backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
     decayed = [each for each in model.parameters() if each.ndim >= 2]

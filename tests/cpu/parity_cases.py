@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_ingredients
 from example import example_batches, example_run, part_of, plain_step, whole_name
 
 from trainwright.spec.layout import AXES
@@ -259,6 +260,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }
+
+for world, cases in parity_ingredients.CASES.items():
+    CASES[world] |= cases
 
 
 def without_dp_reduction(trainer: Trainer) -> None:

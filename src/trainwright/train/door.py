@@ -20,8 +20,6 @@ TRAINED_CHOICES = {
     "cp_method": "all_gather",
     "attention_kernel": "flash",
     "dropout": 0.0,
-    "loss_kernel": "plain",
-    "loss_chunks": 1,
     "cuda_graphs": "none",
     "capacity_factor": None,
     "expert_imbalance": 1.0,

@@ -36,9 +36,10 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     floor = choice.min_lr_fraction
     if choice.schedule == "constant":
         return choice.lr
-    if choice.schedule == "cosine":
-        progress = (step - choice.warmup_steps) / max(1, steps - 1 - choice.warmup_steps)
-        return choice.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    if choice.schedule in ("cosine", "linear"):
+        progress = min(1.0, (step - choice.warmup_steps) / max(1, steps - 1 - choice.warmup_steps))
+        left = 1 - progress if choice.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return choice.lr * (floor + (1 - floor) * left)
     decay_steps = max(1, round(steps * choice.decay_fraction))
     left = min(1.0, max(0, steps - 1 - step) / decay_steps)
     return choice.lr * (floor + (1 - floor) * left)

@@ -6,7 +6,7 @@ one rank sums over nobody.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
+from trainwright.train.head_loss import HeadLoss
 from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.initialize import global_name
@@ -126,11 +127,12 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         pieces = [Transformer(spec, stages[stage], first=stage == 0, last=stage == ends) for stage in own]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
-    vocabulary = None
+    loss = HeadLoss(recipe.loss_kernel == "fused", recipe.loss_chunks, recipe.z_loss)
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
         crossing = Crossing(group, clock, recipe.sequence_parallel)
+        loss = replace(loss, part=vocabulary, edge=crossing)
         for piece in pieces:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_layers(piece, recipe))
             piece.tie()
@@ -161,7 +163,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         activation_dtype=compute,
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
-        vocabulary=vocabulary,
+        loss=loss,
     )
     optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

@@ -5,6 +5,8 @@ the back. All pieces of a model name their parameters as the whole one does, so 
 same everywhere (initial weights, checkpoints, tests).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -43,10 +45,13 @@ class Transformer(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, loss: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """With `loss`, what it makes of the head and its input, in place of logits."""
         x_BSD = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self.rotary)
         if self.norm is None or self.head is None:
             return x_BSD
-        return self.head(self.norm(x_BSD))
+        return self.head(self.norm(x_BSD)) if loss is None else loss(self.head, self.norm(x_BSD))

@@ -9,6 +9,7 @@ due.
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from trainwright.spec.schedule import Act, Rows, round_ends
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
-from trainwright.train.loss import VocabularyPart, summed_cross_entropy
+from trainwright.train.head_loss import HeadLoss
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
@@ -54,7 +55,7 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `vocabulary` is this rank's part of the logits, where tp cuts them.
+    `loss` is what the last stage ends with.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Pipeline:
         activation_dtype: torch.dtype,
         sequence_parallel: bool,
         overlap: bool,
-        vocabulary: VocabularyPart | None,
+        loss: HeadLoss,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
@@ -76,7 +77,7 @@ class Pipeline:
         self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
-        self._vocabulary = vocabulary
+        self._loss = loss
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
@@ -105,13 +106,14 @@ class Pipeline:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
         with self._clock.of("compute"):
-            output = piece(x)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
-                output = summed_cross_entropy(output, targets_BS, self._vocabulary)
-                state.loss_sum += output.detach()
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
-                output = output / batch.global_tokens
+                scale = 1 / batch.global_tokens
+                output, entropy = piece(x, partial(self._loss, targets_BS=targets_BS, scale=scale))
+                state.loss_sum += entropy
+            else:
+                output = piece(x)
         state.outputs[place] = output
 
     def _backward(self, act: Act, state: InFlight, batch: Batch) -> None:

@@ -1,0 +1,55 @@
+"""What goes into a step beside the layout, held against the plain model by `parity_cases.py`: ways to the loss."""
+
+from typing import Any
+
+TIED = {"tied_embeddings": True}
+HEAD_BIAS = {"head_bias": True}
+INTERLEAVED = {"schedule": "interleaved_1f1b"}
+
+FUSED = {"loss_kernel": "fused"}
+CHUNKS = {"loss_chunks": 3}
+Z = {"z_loss": 0.1}
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "fused loss": {"recipe": FUSED, "ignored": True},
+        "loss in chunks": {"recipe": CHUNKS, "ignored": True},
+        "loss in chunks, of several sequences, tied": {"recipe": {**CHUNKS, "micro_batch": 4}, "model": TIED},
+        "fused loss in chunks, head with bias": {"recipe": {**FUSED, **CHUNKS}, "model": HEAD_BIAS},
+        "z-loss": {"recipe": Z, "ignored": True},
+        "z-loss, fused": {"recipe": {**Z, **FUSED}},
+        "z-loss, in chunks": {"recipe": {**Z, **CHUNKS}, "ignored": True},
+    },
+    2: {
+        "tp fused loss": {"tp": 2, "recipe": FUSED, "ignored": True},
+        "tp loss in chunks": {"tp": 2, "recipe": {**CHUNKS, "micro_batch": 2}, "ignored": True},
+        "tp loss in chunks without sequence parallelism, tied": {
+            "tp": 2,
+            "recipe": {**CHUNKS, "sequence_parallel": False},
+            "model": TIED,
+        },
+        "tp fused loss in chunks, z-loss, head with bias": {
+            "tp": 2,
+            "recipe": {**FUSED, **CHUNKS, **Z},
+            "model": HEAD_BIAS,
+        },
+        "tp z-loss": {"tp": 2, "recipe": Z, "ignored": True},
+        "pp loss in chunks, tied": {"pp": 2, "recipe": {**CHUNKS, **Z}, "model": TIED},
+        "pp gpipe fused loss": {"pp": 2, "recipe": {**FUSED, "schedule": "gpipe"}},
+        **{f"dp loss in chunks, zero {zero}": {"dp": 2, "recipe": {**CHUNKS, "zero": zero}} for zero in range(4)},
+        "dp fused loss, zero 3 tied": {"dp": 2, "recipe": {**FUSED, "zero": 3}, "model": TIED},
+    },
+    4: {
+        "tp x dp loss in chunks, zero 3": {"tp": 2, "dp": 2, "recipe": {**CHUNKS, **Z, "zero": 3}},
+        "tp x pp fused loss in chunks, tied": {
+            "tp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "recipe": {**FUSED, **CHUNKS, **Z, **INTERLEAVED},
+            "model": TIED,
+        },
+    },
+    8: {
+        "tp x pp x dp loss in chunks, zero 2": {"tp": 2, "pp": 2, "dp": 2, "recipe": {**CHUNKS, **Z, "zero": 2}},
+    },
+}
