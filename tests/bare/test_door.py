@@ -65,7 +65,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "recipe.seq_len": (32,),
     "recipe.global_batch": (8,),
     "recipe.micro_batch": (2,),
-    "recipe.recompute_ops": (("norm",), ("attention", "mlp")),
+    "recipe.recompute_ops": (("norm",), ("attention", "mlp"), ("norm", "activation")),
     "recipe.recompute_layers": (1,),
     "recipe.dp_replicate": (2,),
     "recipe.dropout": (0.1,),
@@ -130,6 +130,10 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.schedule", "dualpipe"): {"layout.vpp": 2},
     ("recipe.schedule", "dualpipe_v"): {"layout.vpp": 2},
     ("recipe.recompute_layers", 1): {"recipe.recompute": "full"},
+    **{
+        ("recipe.recompute_ops", operations): {"recipe.recompute": "selective"}
+        for operations in (("norm",), ("attention", "mlp"), ("norm", "activation"))
+    },
     ("recipe.reshard_after_forward", False): {"recipe.zero": 3},
     ("recipe.gather_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
@@ -150,6 +154,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.micro_batch": None,
     "recipe.precision": ("fp32", "bf16", "fp64"),
     "recipe.recompute": None,
+    "recipe.recompute_ops": None,
     "recipe.recompute_layers": None,
     "recipe.zero": None,
     "recipe.reshard_after_forward": None,
@@ -169,6 +174,8 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
             "beta2",
             "epsilon",
             "weight_decay",
+            "name",
+            "moments",
             "warmup_steps",
             "schedule",
             "min_lr_fraction",

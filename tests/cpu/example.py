@@ -11,6 +11,7 @@ from trainwright.train.data import Batch
 from trainwright.train.loss import summed_cross_entropy
 from trainwright.train.model.initialize import global_name, initial_value
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.updates import orthogonalized
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -133,8 +134,18 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     (loss + extra).backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
-    decayed = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    hidden = []
+    if choice.name == "muon":
+        hidden = [each for layer in model.layers.values() for each in layer.parameters() if each.ndim >= 2]
+        with torch.no_grad():
+            for each in hidden:
+                # The first step's momentum is the gradient, and its length doesn't matter.
+                assert each.grad is not None
+                each.mul_(1 - choice.lr * choice.weight_decay)
+                each.sub_(orthogonalized(each.grad), alpha=choice.lr * 0.2 * max(each.shape) ** 0.5)
+    left = [each for each in model.parameters() if all(each is not one for one in hidden)]
+    decayed = [each for each in left if each.ndim >= 2]
+    others = [each for each in left if each.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": choice.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=choice.lr,

@@ -29,8 +29,8 @@ ScheduleName = Literal[
 
 
 class Optimizer(Noun):
-    """AdamW (arXiv:1711.05101) or Muon (AdamW for all that is no hidden matrix), and the course of its learning
-    rate.
+    """AdamW (arXiv:1711.05101) or Muon (github.com/KellerJordan/Muon; AdamW for all that is no hidden matrix, and
+    updates of AdamW's size for both, arXiv:2502.16982), and the course of its learning rate.
 
     Warm-up is linear over warmup_steps. Then `cosine` falls to min_lr_fraction of lr at the last step, `linear`
     does so in a straight line, `wsd` stays and falls linearly over the last decay_fraction of the steps, and

@@ -22,13 +22,13 @@ from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
-from trainwright.train.optimizer import adamw, clip, squared_norm
+from trainwright.train.optimizer import clip, optimizer_of, squared_norm
 from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
 from trainwright.train.parallel.pipeline import Pipeline
-from trainwright.train.parallel.recompute import apply_recompute, recomputed_layers
+from trainwright.train.parallel.recompute import apply_recompute, recomputed_blocks
 from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
 from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
@@ -66,7 +66,7 @@ class Trainer:
     pieces: list[Transformer]
     data_parallel: DataParallel
     pipeline: Pipeline
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update."""
@@ -134,7 +134,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         crossing = Crossing(group, clock, recipe.sequence_parallel)
         loss = replace(loss, part=vocabulary, edge=crossing)
         for piece in pieces:
-            apply_tensor_parallel(piece, submesh, crossing, recomputed_layers(piece, recipe))
+            apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
             piece.tie()
 
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
@@ -165,5 +165,5 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         overlap=recipe.overlap.pp,
         loss=loss,
     )
-    optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
+    optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters())
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

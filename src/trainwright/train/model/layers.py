@@ -96,8 +96,14 @@ class Mlp(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
-            return self.down(self.activation(self.up(x_BSD)))
-        return self.down(gated(self.gate(x_BSD), self.up(x_BSD), self.activation))
+            return self.contract(self.up(x_BSD))
+        return self.contract(self.up(x_BSD), self.gate(x_BSD))
+
+    def contract(self, up_BSF: torch.Tensor, gate_BSF: torch.Tensor | None = None) -> torch.Tensor:
+        """The activation and the way down, which recomputation can wrap by themselves."""
+        if gate_BSF is None:
+            return self.down(self.activation(up_BSF))
+        return self.down(gated(gate_BSF, up_BSF, self.activation))
 
 
 class Layer(nn.Module):

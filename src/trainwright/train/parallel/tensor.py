@@ -31,17 +31,20 @@ COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 
 
 def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossing, recomputed: Set[str]) -> None:
-    """Cut a piece, of whose layers some are recomputed whole, over the one-dimensional `mesh`, in place.
-    Parameters may be on the meta device."""
+    """Cut a piece, some of whose blocks (such as `3.mlp`) are recomputed whole, over the one-dimensional `mesh`,
+    in place. Parameters may be on the meta device."""
     # Outside the blocks each rank has its positions, or all ranks have all of them.
     outside = Partial() if crossing.sequence_parallel else Replicate()
     for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
-        edge = replace(crossing, gather_again=name not in recomputed)
+        edges = {
+            block: replace(crossing, gather_again=f"{name}.{block}" not in recomputed)
+            for block in ("attention", "mlp")
+        }
         _keep(layer.attention_norm, mesh, WHOLE, outside)
         _keep(layer.mlp_norm, mesh, WHOLE, outside)
-        _cut_attention(layer.attention, mesh, edge, outside)
-        _cut_mlp(layer.mlp, mesh, edge, outside)
+        _cut_attention(layer.attention, mesh, edges["attention"], outside)
+        _cut_mlp(layer.mlp, mesh, edges["mlp"], outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
     if piece.norm is not None and piece.head is not None:
