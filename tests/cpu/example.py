@@ -11,6 +11,7 @@ from trainwright.train.data import Batch, documents_of
 from trainwright.train.loss import summed_cross_entropy
 from trainwright.train.model.initialize import global_name, initial_value
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.updates import orthogonalized
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -138,15 +139,28 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     model = plain_model(run, torch.float64)
     choice = run.recipe.optimizer
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, extra = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in sequences:
         (own,) = documents(run, [inputs[None]]) or (None,)
-        loss = loss + summed_cross_entropy(model(inputs[None], own), targets[None]) / count
-    loss.backward()
+        logits_BSV = model(inputs[None], own)
+        loss = loss + summed_cross_entropy(logits_BSV, targets[None]) / count
+        log_total_BS = torch.logsumexp(logits_BSV, dim=-1)[targets[None] != -100]
+        extra = extra + run.recipe.z_loss * (log_total_BS**2).sum() / count
+    (loss + extra).backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
-    decayed = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    hidden = []
+    if choice.name == "muon":
+        hidden = [each for layer in model.layers.values() for each in layer.parameters() if each.ndim >= 2]
+        with torch.no_grad():
+            for each in hidden:
+                # The first step's momentum is the gradient, and its length doesn't matter.
+                assert each.grad is not None
+                each.mul_(1 - choice.lr * choice.weight_decay)
+                each.sub_(orthogonalized(each.grad), alpha=choice.lr * 0.2 * max(each.shape) ** 0.5)
+    left = [each for each in model.parameters() if all(each is not one for one in hidden)]
+    decayed = [each for each in left if each.ndim >= 2]
+    others = [each for each in left if each.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": choice.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=choice.lr,

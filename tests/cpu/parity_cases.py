@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import parity_context
+import parity_ingredients
 import parity_models
 import parity_schedules
 import parity_together
@@ -269,6 +270,7 @@ TOPICS = {
     "schedules": parity_schedules.CASES,
     "context": parity_context.CASES,
     "models": parity_models.CASES,
+    "ingredients": parity_ingredients.CASES,
     "together": parity_together.CASES,
 }
 for _topic, _cases in TOPICS.items():

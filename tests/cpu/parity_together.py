@@ -27,8 +27,17 @@ def families(name: str, *, recipe: dict[str, Any] | None = None, **layout: Any) 
     }
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    "fused": {"loss_kernel": "fused", "z_loss": 0.01},
+    "in chunks": {"loss_chunks": 4, "z_loss": 0.01},
+    "fused in chunks": {"loss_chunks": 3, "loss_kernel": "fused"},
+}
+RECOMPUTED = {"recompute": "selective", "recompute_ops": ["norm", "activation", "attention"]}
+
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
+        **{f"loss {name}, gemma 2": with_recipe(GEMMA_2, **recipe) for name, recipe in LOSSES.items()},
+        **families("recompute of operations", recipe=RECOMPUTED),
         "documents, gemma 2": {**GEMMA_2, **DOCUMENTS},
         "documents, gpt-oss": {**GPT_OSS, **DOCUMENTS},
         "documents, gpt-oss with a window": {
@@ -39,6 +48,27 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "documents, mla": {**MLA, **DOCUMENTS},
     },
     2: {
+        **{
+            f"loss {name}, tp, gemma 2": with_recipe({**GEMMA_2, "tp": 2}, **recipe)
+            for name, recipe in LOSSES.items()
+        },
+        **{f"loss {name}, cp": with_recipe({"cp": 2}, **recipe) for name, recipe in LOSSES.items()},
+        **{
+            f"loss {name}, zb_v": with_recipe(SPLIT["zb_v"], schedule="zb_v", **recipe)
+            for name, recipe in LOSSES.items()
+        },
+        **families("tp, recompute of operations", tp=2, recipe=RECOMPUTED),
+        **{
+            f"{schedule}, recompute of {operation}": with_recipe(
+                layout, schedule=schedule, recompute="selective", recompute_ops=[operation]
+            )
+            for schedule, layout in SPLIT.items()
+            for operation in ("norm", "activation", "mlp", "attention")
+        },
+        **{
+            f"cp {method}, recompute of operations": with_recipe({"cp": 2}, cp_method=method, **RECOMPUTED)
+            for method in METHODS
+        },
         **families("cp all_to_all", cp=2, recipe={"cp_method": "all_to_all"}),
         **{
             f"cp {method}, {family}": with_recipe({**fields, "cp": 2}, cp_method=method)

@@ -91,6 +91,8 @@ def test_learning_rate() -> None:
     assert half == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 44 / 89)))
     wsd = cosine.changed(schedule="wsd", decay_fraction=0.2)
     assert [learning_rate(wsd, step, 100) for step in (50, 79, 89, 99)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
+    linear = cosine.changed(schedule="linear")
+    assert [learning_rate(linear, step, 110) for step in (9, 10, 43, 109)] == pytest.approx([1.0, 1.0, 0.7, 0.1])
     assert learning_rate(cosine.changed(schedule="constant"), 99, 100) == 1.0
 
 

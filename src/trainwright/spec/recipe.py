@@ -30,11 +30,12 @@ ScheduleName = Literal[
 
 
 class Optimizer(Noun):
-    """AdamW (arXiv:1711.05101) or Muon (AdamW for all that is no hidden matrix), and the course of its learning
-    rate.
+    """AdamW (arXiv:1711.05101) or Muon (github.com/KellerJordan/Muon; AdamW for all that is no hidden matrix, and
+    updates of AdamW's size for both, arXiv:2502.16982), and the course of its learning rate.
 
-    Warm-up is linear over warmup_steps. Then `cosine` falls to min_lr_fraction of lr at the last step, `wsd`
-    stays and falls linearly over the last decay_fraction of the steps, `constant` stays.
+    Warm-up is linear over warmup_steps. Then `cosine` falls to min_lr_fraction of lr at the last step, `linear`
+    does so in a straight line, `wsd` stays and falls linearly over the last decay_fraction of the steps, and
+    `constant` stays.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -49,7 +50,7 @@ class Optimizer(Noun):
     weight_decay: NonNegative = 0.1
     """Of matrices; biases and norms are not decayed."""
     warmup_steps: Natural = 10
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     min_lr_fraction: Probability = 0.1
     decay_fraction: Probability = 0.2
 
@@ -109,6 +110,10 @@ class Recipe(Noun):
     which writes the gradient over the logits."""
     loss_chunks: Count = 1
     """The loss is computed in this many pieces of the sequence, so that only one piece's logits are alive."""
+    z_loss: NonNegative = 0.0
+    """Times log(Z)^2 of every target, added to what is minimised, with Z the denominator of the softmax (PaLM,
+    arXiv:2204.02311 s5: 1e-4). The loss that is told stays the cross-entropy. It costs a few operations per token
+    beside the vocabulary's, which predictions don't count."""
     cuda_graphs: Literal["none", "partial", "full"] = "none"
     """Kernels are launched from captured graphs: none of them, those of static shape, or all."""
     capacity_factor: Positive | None = None

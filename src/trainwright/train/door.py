@@ -8,17 +8,19 @@ from operator import attrgetter
 
 from trainwright.spec.errors import reject
 from trainwright.spec.model import DenseMlp, ModelSpec
+from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
+MOST_BETA2_OF_BF16 = 1 - 2**-8
+"""A second moment falls by 1 - beta2 at the most; bf16's spacing is up to 2^-7 of a value, of which half is
+rounded away."""
+TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp")
 TRAINED_CHOICES = {
     "gradient_format": "fp32",
     "fused_accumulation": False,
-    "recompute_ops": ("attention",),
     "attention_kernel": "flash",
     "dropout": 0.0,
-    "loss_kernel": "plain",
-    "loss_chunks": 1,
     "cuda_graphs": "none",
     "capacity_factor": None,
     "expert_imbalance": 1.0,
@@ -27,8 +29,6 @@ TRAINED_CHOICES = {
     "dispatch_fp8": False,
     "gather_fp8": False,
     "activations_fp8": False,
-    "optimizer.name": "adamw",
-    "optimizer.moments": "fp32",
     "optimizer.offload": False,
     "overlap.tp": False,
     "overlap.ep": False,
@@ -51,6 +51,12 @@ def require_trainable(run: Run) -> None:
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
+    _require_moments(recipe)
+    if recipe.recompute == "selective":
+        for operation in recipe.recompute_ops:
+            if operation not in TRAINED_RECOMPUTE_OPS:
+                why = f"is planned but not trained yet; use {', '.join(TRAINED_RECOMPUTE_OPS)}"
+                reject("recipe.recompute_ops", operation, why)
     if layout.cp > 1 and recipe.cp_method != "all_to_all":
         for layer in run.model.layer_counts():
             for field in ("sinks", "logit_softcap"):
@@ -59,6 +65,19 @@ def require_trainable(run: Run) -> None:
                     reject("recipe.cp_method", recipe.cp_method, remedy)
     if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
+
+
+def _require_moments(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    if optimizer.moments != "fp32" and recipe.precision == "fp64":
+        reject("recipe.optimizer.moments", optimizer.moments, "is not for fp64 runs, which keep fp64; use fp32")
+    if optimizer.moments == "bf16" and optimizer.beta2 > MOST_BETA2_OF_BF16:
+        reject(
+            "recipe.optimizer.beta2",
+            optimizer.beta2,
+            f"is too near 1 for moments=bf16, whose rounding would keep the second moment from falling; use at "
+            f"most {MOST_BETA2_OF_BF16} or moments=fp32",
+        )
 
 
 def _remedy(trained: object) -> str:

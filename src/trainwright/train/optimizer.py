@@ -1,4 +1,4 @@
-"""AdamW, the course of its learning rate, and clipping by the norm of the whole gradient over all axes."""
+"""The optimizer, the course of its learning rate, and clipping by the norm of the whole gradient over all axes."""
 
 import math
 from collections.abc import Iterable
@@ -8,9 +8,34 @@ from torch import nn
 
 from trainwright.spec.recipe import Optimizer
 from trainwright.train.parallel.local import local_of
+from trainwright.train.updates import Updates
 
 CLIP_EPSILON = 1e-6
 """Beside the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
+
+
+def optimizer_of(choice: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """What moves `parameters`, given by name: PyTorch's AdamW where it can keep the moments, else ours."""
+    named = list(parameters)
+    if choice.name == "adamw" and choice.moments == "fp32":
+        return adamw(choice, (parameter for _, parameter in named))
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        is_matrix = parameter.ndim >= 2
+        rule = "muon" if choice.name == "muon" and is_matrix and name.startswith("layers.") else "adamw"
+        groups.setdefault((rule, is_matrix), []).append(parameter)
+    common = {
+        "lr": choice.lr,
+        "betas": (choice.beta1, choice.beta2),
+        "eps": choice.epsilon,
+        "moments": choice.moments,
+    }
+    return Updates(
+        [
+            {"params": each, "rule": rule, "weight_decay": choice.weight_decay if is_matrix else 0.0, **common}
+            for (rule, is_matrix), each in groups.items()
+        ]
+    )
 
 
 def adamw(choice: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -36,9 +61,10 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     floor = choice.min_lr_fraction
     if choice.schedule == "constant":
         return choice.lr
-    if choice.schedule == "cosine":
-        progress = (step - choice.warmup_steps) / max(1, steps - 1 - choice.warmup_steps)
-        return choice.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    if choice.schedule in ("cosine", "linear"):
+        progress = min(1.0, (step - choice.warmup_steps) / max(1, steps - 1 - choice.warmup_steps))
+        left = 1 - progress if choice.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return choice.lr * (floor + (1 - floor) * left)
     decay_steps = max(1, round(steps * choice.decay_fraction))
     left = min(1.0, max(0, steps - 1 - step) / decay_steps)
     return choice.lr * (floor + (1 - floor) * left)

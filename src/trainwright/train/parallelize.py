@@ -6,7 +6,7 @@ one is the loop over microbatches, and data parallelism over one rank sums over 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,11 +17,12 @@ from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
+from trainwright.train.head_loss import HeadLoss
 from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
-from trainwright.train.optimizer import adamw, clip, squared_norm
+from trainwright.train.optimizer import clip, optimizer_of, squared_norm
 from trainwright.train.parallel.context import apply_context_parallel
 from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.gradients import DataParallel
@@ -29,7 +30,7 @@ from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
 from trainwright.train.parallel.pipeline import Pipeline
 from trainwright.train.parallel.positions import Context, positions_of
-from trainwright.train.parallel.recompute import apply_recompute, recomputed_layers
+from trainwright.train.parallel.recompute import apply_recompute, recomputed_blocks
 from trainwright.train.parallel.replicated import Replicated
 from trainwright.train.parallel.sharded import Sharded
 from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
@@ -68,7 +69,7 @@ class Trainer:
     pieces: list[Transformer]
     data_parallel: DataParallel
     pipeline: Pipeline
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update."""
@@ -143,13 +144,14 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         pieces = [Transformer(spec, stages[stage], first=stage == 0, last=stage == ends) for stage in own]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
-    vocabulary = None
+    loss = HeadLoss(recipe.loss_kernel == "fused", recipe.loss_chunks, recipe.z_loss, spec.logit_softcap)
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
         crossing = Crossing(group, clock, recipe.sequence_parallel)
+        loss = replace(loss, part=vocabulary, edge=crossing)
         for piece in pieces:
-            apply_tensor_parallel(piece, submesh, crossing, recomputed_layers(piece, recipe))
+            apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
             piece.tie()
 
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
@@ -183,7 +185,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         activation_dtype=compute,
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
-        vocabulary=vocabulary,
+        loss=loss,
     )
-    optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
+    optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters())
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

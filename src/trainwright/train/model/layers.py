@@ -120,10 +120,16 @@ class Mlp(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
-            return self.down(ACTIVATIONS[self.activation](self.up(x_BSD)))
+            return self.contract(self.up(x_BSD))
+        return self.contract(self.up(x_BSD), self.gate(x_BSD))
+
+    def contract(self, up_BSF: torch.Tensor, gate_BSF: torch.Tensor | None = None) -> torch.Tensor:
+        """The activation and the way down, which recomputation can wrap by themselves."""
+        if gate_BSF is None:
+            return self.down(ACTIVATIONS[self.activation](up_BSF))
         if self.activation == "swiglu_clamped":
-            return self.down(clamped_swiglu(self.gate(x_BSD), self.up(x_BSD)))
-        return self.down(gated(self.gate(x_BSD), self.up(x_BSD), ACTIVATIONS[self.activation]))
+            return self.down(clamped_swiglu(gate_BSF, up_BSF))
+        return self.down(gated(gate_BSF, up_BSF, ACTIVATIONS[self.activation]))
 
 
 class Layer(nn.Module):

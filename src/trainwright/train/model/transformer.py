@@ -6,6 +6,7 @@ same everywhere (initial weights, checkpoints, tests).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -68,13 +69,21 @@ class Transformer(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """documents_BS: the number of each token's document, where tokens see their own alone."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        documents_BS: torch.Tensor | None = None,
+        loss: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """documents_BS: the number of each token's document, where tokens see their own alone. With `loss`, what
+        it makes of the head and its input, in place of logits."""
         x_BSD = x if self.embedding is None else self._embedded(x)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self._rotary_of(layer), documents_BS)
         if self.norm is None or self.head is None:
             return x_BSD
+        if loss is not None:
+            return loss(self.head, self.norm(x_BSD))
         logits_BSV = self.head(self.norm(x_BSD))
         return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
 

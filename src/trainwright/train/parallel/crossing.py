@@ -24,7 +24,7 @@ from trainwright.train.collectives import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Crossing:
-    """The edge of the blocks of one tp group. `gather_again` saves parts instead of gathered inputs; in a layer
+    """The edge of the blocks of one tp group. `gather_again` saves parts instead of gathered inputs; in a block
     that is recomputed whole nothing is saved anyway, and it is off."""
 
     group: dist.ProcessGroup

@@ -12,6 +12,7 @@ Two acts that are paired are run one after the other: what the first one sends l
 from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from trainwright.spec.schedule import Act, Placement, Rows, round_ends
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
-from trainwright.train.loss import VocabularyPart, summed_cross_entropy
+from trainwright.train.head_loss import HeadLoss
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
@@ -60,7 +61,7 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c] and stage placement[pp_rank][c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `vocabulary` is this rank's part of the logits, where tp cuts them.
+    `loss` is what the last stage ends with.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Pipeline:
         activation_dtype: torch.dtype,
         sequence_parallel: bool,
         overlap: bool,
-        vocabulary: VocabularyPart | None,
+        loss: HeadLoss,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         own = mesh.coordinate.pp
@@ -85,7 +86,7 @@ class Pipeline:
         self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
-        self._vocabulary = vocabulary
+        self._loss = loss
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
@@ -122,13 +123,15 @@ class Pipeline:
         if place in self._split:
             state.weight_gradients[place] = WeightGradients()
         with self._clock.of("compute"), state.weight_gradients.get(place, nullcontext()):
-            output = piece(x, documents_BS)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
-                output = summed_cross_entropy(output, targets_BS, self._vocabulary)
-                state.loss_sum += output.detach()
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
-                output = output / batch.global_tokens
+                scale = 1 / batch.global_tokens
+                loss = partial(self._loss, targets_BS=targets_BS, scale=scale)
+                output, entropy = piece(x, documents_BS, loss)
+                state.loss_sum += entropy
+            else:
+                output = piece(x, documents_BS)
         state.outputs[place] = output
 
     def _backward(self, act: Act, state: InFlight) -> None:

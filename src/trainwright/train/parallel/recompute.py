@@ -1,28 +1,48 @@
-"""Activation recomputation (arXiv:1604.06174): keep a layer's input, or the attention core's, and compute the
-rest again in backward. `selective` is that of Korthikanti et al. (arXiv:2205.05198 s5): the attention core alone,
-whose scores are large and cheap.
+"""Activation recomputation (arXiv:1604.06174): drop what a layer would keep for backward, and compute it again.
 
-Where a schedule puts weight gradients off, a layer is computed again for its input gradient, and what its weight
-gradients read then stays until they are done. PyTorch's non-reentrant form would compute it again for each of the
-two; its reentrant form makes the layer's graph anew, once, inside the first.
+    full        a layer keeps its input alone
+    selective   a layer drops what the operations in `recompute_ops` make (arXiv:2205.05198 s5, Megatron-Core's
+                recompute_modules); `OPERATIONS` says how
+
+PyTorch's checkpoint runs a function again in backward up to the last tensor that something in it has saved. So it
+can stand around an operation together with the matmul that reads its result, which isn't run again: the matmul's
+input is what is wanted. A norm is read by several matmuls, and where sequences are cut by their gather too; its
+result is emptied where the layer ends, and filled again when the gradient of the layer's output is there
+(Megatron-Core's CheckpointWithoutOutput). The norm's statistic, a number per token, is kept.
+
+Where a schedule puts weight gradients off, what is computed again for the input gradients stays until the weight
+gradients, which read it, are done. PyTorch's non-reentrant form would compute it again for each of the two; its
+reentrant form makes the graph anew, once, inside the first.
 """
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.spec.recipe import Recipe
+from trainwright.spec.recipe import Recipe, RecomputeOp
 from trainwright.spec.schedule import SCHEDULES
-from trainwright.train.model.layers import Layer
+from trainwright.train.model.layers import Layer, Mlp
+from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Transformer
 
-# Nothing random runs in a layer, so the state of the generators need not be kept and set back.
+# What is random in a layer is a function of its place in the run, so no generator's state is kept and set back.
 _recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def recomputed_layers(piece: Transformer, recipe: Recipe) -> frozenset[str]:
     """Names of the layers that are recomputed whole: the piece's first ones, or all."""
     return frozenset([*piece.layers][: recipe.recompute_layers] if recipe.recompute == "full" else [])
+
+
+def recomputed_blocks(piece: Transformer, recipe: Recipe) -> frozenset[str]:
+    """Blocks, such as `3.mlp`, whose input nothing keeps as they are recomputed whole."""
+    whole = recomputed_layers(piece, recipe)
+    blocks = {f"{name}.{block}" for name in whole for block in ("attention", "mlp")}
+    if recipe.recompute == "selective" and "mlp" in recipe.recompute_ops:
+        blocks |= {f"{name}.mlp" for name, layer in piece.layers.items() if isinstance(layer.mlp, Mlp)}
+    return frozenset(blocks)
 
 
 def apply_recompute(piece: Transformer, recipe: Recipe) -> None:
@@ -34,4 +54,85 @@ def apply_recompute(piece: Transformer, recipe: Recipe) -> None:
         if name in whole:
             layer.forward = partial(recomputed, layer.forward)
         elif recipe.recompute == "selective":
-            layer.attention.core = partial(recomputed, layer.attention.core)
+            for operation, wrap in OPERATIONS.items():
+                if operation in recipe.recompute_ops:
+                    wrap(layer, recomputed)
+
+
+Recomputed = Callable[..., torch.Tensor]
+"""Runs a function, and again in backward."""
+
+
+def _attention(layer: Layer, recomputed: Recomputed) -> None:
+    layer.attention.core = partial(recomputed, layer.attention.core)
+
+
+def _activation(layer: Layer, recomputed: Recomputed) -> None:
+    """The product that the down projection reads."""
+    if isinstance(layer.mlp, Mlp):
+        layer.mlp.contract = partial(recomputed, layer.mlp.contract)
+
+
+def _mlp(layer: Layer, recomputed: Recomputed) -> None:
+    """Up and gate projections with the activation: all but the block's input, and the down projection."""
+    if isinstance(layer.mlp, Mlp):
+        layer.mlp.forward = partial(recomputed, layer.mlp.forward)
+
+
+def _norm(layer: Layer, _: Recomputed) -> None:
+    """Results of the layer's norms, but for one that leaves the layer."""
+    made: list[_Remade] = []
+    for norm in layer.children():
+        if isinstance(norm, Norm):
+            norm.forward = partial(_make, norm.forward, made)
+    plain: Callable[..., torch.Tensor] = layer.forward
+
+    def forward(*inputs: object) -> torch.Tensor:
+        made.clear()
+        output = plain(*inputs)
+        node = output.grad_fn
+        if node is not None:
+            for each in made:
+                if each.storage.data_ptr() != output.untyped_storage().data_ptr():
+                    each.empty()
+                    # After the hooks on the tensor, one of which may gather the weights that the norms need.
+                    node.register_prehook(each.fill)
+        made.clear()
+        return output
+
+    layer.forward = forward
+
+
+def _make(norm: Callable[[torch.Tensor], torch.Tensor], made: "list[_Remade]", x: torch.Tensor) -> torch.Tensor:
+    output = norm(x)
+    made.append(_Remade(norm, x, output))
+    return output
+
+
+class _Remade:
+    """The result of a function of one tensor, whose storage can be emptied and filled again."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, output: torch.Tensor):
+        self._function, self._x = function, x.detach()
+        self.storage = output.untyped_storage()
+        self._num_bytes = self.storage.nbytes()
+
+    def empty(self) -> None:
+        self.storage.resize_(0)
+
+    @torch.no_grad()
+    def fill(self, _: tuple[torch.Tensor, ...]) -> None:
+        if self.storage.nbytes() == 0:
+            again = self._function(self._x)
+            self.storage.resize_(self._num_bytes)
+            self.storage.copy_(again.untyped_storage())
+
+
+# In the order in which they wrap: norms last, around the whole layer.
+OPERATIONS: dict[RecomputeOp, Callable[[Layer, Recomputed], None]] = {
+    "attention": _attention,
+    "activation": _activation,
+    "mlp": _mlp,
+    "norm": _norm,
+}
+"""How each operation is wrapped in a layer that has it."""

@@ -34,13 +34,17 @@ COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 
 
 def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossing, recomputed: Set[str]) -> None:
-    """Cut a piece, of whose layers some are recomputed whole, over the one-dimensional `mesh`, in place.
-    Parameters may be on the meta device."""
+    """Cut a piece, some of whose blocks (such as `3.mlp`) are recomputed whole, over the one-dimensional `mesh`,
+    in place. Parameters may be on the meta device."""
     # Outside the blocks each rank has its positions, or all ranks have all of them.
     outside = Partial() if crossing.sequence_parallel else Replicate()
     for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
-        _cut_layer(layer, mesh, replace(crossing, gather_again=name not in recomputed), outside)
+        edges = {
+            block: replace(crossing, gather_again=f"{name}.{block}" not in recomputed)
+            for block in ("attention", "mlp")
+        }
+        _cut_layer(layer, mesh, edges, outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
     if piece.positions is not None:
@@ -56,15 +60,16 @@ def vocabulary_start(vocab_size: int, mesh: DeviceMesh) -> int:
     return min(vocab_size, math.ceil(vocab_size / mesh.size()) * mesh.get_local_rank())
 
 
-def _cut_layer(layer: Layer, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+def _cut_layer(layer: Layer, mesh: DeviceMesh, edges: dict[str, Crossing], outside: Placement) -> None:
+    """`edges` are those of its blocks."""
     for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
         if norm is not None:
             _keep(norm, mesh, WHOLE, outside)
     if isinstance(layer.attention, Latent):
-        _cut_latent(layer.attention, mesh, crossing, outside)
+        _cut_latent(layer.attention, mesh, edges["attention"], outside)
     else:
-        _cut_attention(layer.attention, mesh, crossing, outside)
-    _cut_mlp(layer.mlp, mesh, crossing, outside)
+        _cut_attention(layer.attention, mesh, edges["attention"], outside)
+    _cut_mlp(layer.mlp, mesh, edges["mlp"], outside)
 
 
 def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:

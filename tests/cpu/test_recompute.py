@@ -1,0 +1,60 @@
+"""What a layer keeps for backward under each selective recomputation is what the planner says it does."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from example import example_run, plain_model
+
+from trainwright.plan.pieces import layer_piece
+from trainwright.plan.table import Policy, Table
+from trainwright.train.instrument import LiveBytes, live_storages
+from trainwright.train.model.rotary import Rotary
+from trainwright.train.parallel.recompute import apply_recompute
+
+SIZES: dict[str, Any] = {"seq_len": 64, "micro_batch": 2, "precision": "fp32"}
+
+
+def kept_and_planned(*operations: str, gated: bool = True) -> tuple[int, float]:
+    """Bytes that come to live in a layer's forward, its output included and its input not; and the planner's."""
+    policy: dict[str, Any] = {"recompute": "selective", "recompute_ops": operations} if operations else {}
+    # The CPU's attention repeats grouped keys and values, so each head has its own.
+    heads, mlp = {"num_kv_heads": 4}, {"gated": gated, "activation": "silu"}
+    run = example_run(attention=heads, mlp=mlp, recipe={**SIZES, **policy}).check()
+    model = plain_model(run, torch.float32)
+    apply_recompute(model, run.recipe)
+    assert run.model.rope is not None
+    rotary = Rotary(run.model.rope)
+    x = torch.randn(SIZES["micro_batch"], SIZES["seq_len"], run.model.d_model, requires_grad=True)
+    model.layers["0"](x, rotary)  # makes the rotary's tables
+    gc.collect()
+    with LiveBytes(live_storages()) as live:
+        before = live.bytes
+        output = model.layers["0"](x, rotary)
+        torch.zeros(0)  # what is gone by now is seen gone at the next operation
+        kept = live.bytes - before
+    assert output.requires_grad
+    piece = layer_piece(Table.of_run(run), run.model.layers[0])
+    return kept, float(piece.kept_bytes(Policy.of_recipe(run.recipe).marks)[0])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    "operations",
+    [
+        (),
+        ("attention",),
+        ("activation",),
+        ("mlp",),
+        ("norm",),
+        ("norm", "activation"),
+        ("attention", "norm", "mlp"),
+    ],
+    ids="+".join,
+)
+def test_a_layer_keeps_what_the_planner_counts(operations: tuple[str, ...], gated: bool) -> None:
+    kept, planned = kept_and_planned(*operations, gated=gated)
+    # The two norms' statistics, which the planner drops with `norm`, are kept: a number per token.
+    statistics = 2 * 4 * SIZES["micro_batch"] * SIZES["seq_len"] * ("norm" in operations)
+    assert kept == planned + statistics
