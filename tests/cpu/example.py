@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
-from trainwright.train.loss import summed_cross_entropy
-from trainwright.train.model.initialize import global_name, initial_value
-from trainwright.train.model.transformer import Transformer
+from trainwright.train.model.initialize import global_name
+from trainwright.train.verify.plain import PlainProgram, plain_model
+
+__all__ = ["example_batches", "example_run", "part_of", "plain_model", "plain_step", "whole_name"]
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -109,39 +109,10 @@ def part_of(run: Run, dp_rank: int, sequences: list[tuple[torch.Tensor, torch.Te
     return Batch(list(inputs), list(targets), count)
 
 
-def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
-    """The whole model on one device, with the initial weights that every layout starts from."""
-    model = Transformer(run.model).to(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(run.model, run.recipe.seed, name, parameter.shape, dtype))
-    model.tie()
-    return model
-
-
 def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
     """What a textbook program gets: loss, gradients, norm and weights after one step, in float64."""
-    model = plain_model(run, torch.float64)
-    choice = run.recipe.optimizer
-    count = sum(int((targets != -100).sum()) for _, targets in sequences)
-    loss = torch.zeros((), dtype=torch.float64)
-    for inputs, targets in sequences:
-        loss = loss + summed_cross_entropy(model(inputs[None]), targets[None]) / count
-    loss.backward()
-    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
-    decayed = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": choice.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=choice.lr,
-        betas=(choice.beta1, choice.beta2),
-        eps=choice.epsilon,
-        foreach=False,
-    )
-    optimizer.step()
-    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
-    return {"loss": float(loss.detach()), "gradients": gradients, "norm": float(norm), "weights": weights}
+    step = PlainProgram(run).step(sequences, run.recipe.optimizer.lr)
+    return {"loss": step.loss, "gradients": step.gradients, "norm": step.grad_norm, "weights": step.weights}
 
 
 def whole_name(run: Run, name: str) -> str:
