@@ -3,15 +3,22 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch, documents_of
-from trainwright.train.loss import summed_cross_entropy
-from trainwright.train.model.initialize import global_name, initial_value
-from trainwright.train.model.transformer import Transformer
-from trainwright.train.updates import orthogonalized
+from trainwright.train.model.initialize import global_name
+from trainwright.train.verify.plain import PlainProgram, Sample, plain_model
+
+__all__ = [
+    "example_batches",
+    "example_run",
+    "part_of",
+    "plain_model",
+    "plain_step",
+    "whole_name",
+    "with_documents",
+]
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -124,53 +131,18 @@ def documents(run: Run, inputs_BS: list[torch.Tensor]) -> list[torch.Tensor] | N
     return [documents_of(each, END_OF_DOCUMENT) for each in inputs_BS] if run.data.document_mask else None
 
 
-def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
-    """The whole model on one device, with the initial weights that every layout starts from."""
-    model = Transformer(run.model).to(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(run.model, run.recipe.seed, name, parameter.shape, dtype))
-    model.tie()
-    return model
-
-
 def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
     """What a textbook program gets: loss, gradients, norm and weights after one step, in float64."""
-    model = plain_model(run, torch.float64)
-    choice = run.recipe.optimizer
-    count = sum(int((targets != -100).sum()) for _, targets in sequences)
-    loss, extra = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in sequences:
-        (own,) = documents(run, [inputs[None]]) or (None,)
-        logits_BSV = model(inputs[None], own)
-        loss = loss + summed_cross_entropy(logits_BSV, targets[None]) / count
-        log_total_BS = torch.logsumexp(logits_BSV, dim=-1)[targets[None] != -100]
-        extra = extra + run.recipe.z_loss * (log_total_BS**2).sum() / count
-    (loss + extra).backward()
-    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
-    hidden = []
-    if choice.name == "muon":
-        hidden = [each for layer in model.layers.values() for each in layer.parameters() if each.ndim >= 2]
-        with torch.no_grad():
-            for each in hidden:
-                # The first step's momentum is the gradient, and its length doesn't matter.
-                assert each.grad is not None
-                each.mul_(1 - choice.lr * choice.weight_decay)
-                each.sub_(orthogonalized(each.grad), alpha=choice.lr * 0.2 * max(each.shape) ** 0.5)
-    left = [each for each in model.parameters() if all(each is not one for one in hidden)]
-    decayed = [each for each in left if each.ndim >= 2]
-    others = [each for each in left if each.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": choice.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=choice.lr,
-        betas=(choice.beta1, choice.beta2),
-        eps=choice.epsilon,
-        foreach=False,
-    )
-    optimizer.step()
-    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
-    return {"loss": float(loss.detach()), "gradients": gradients, "norm": float(norm), "weights": weights}
+    step = PlainProgram(run).step(with_documents(run, sequences), run.recipe.optimizer.lr)
+    return {"loss": step.loss, "gradients": step.gradients, "norm": step.grad_norm, "weights": step.weights}
+
+
+def with_documents(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Sample]:
+    """Sequences with the documents that their tokens are of, where the run masks them."""
+    return [
+        Sample(inputs, targets, documents_of(inputs[None], END_OF_DOCUMENT)[0] if run.data.document_mask else None)
+        for inputs, targets in sequences
+    ]
 
 
 def whole_name(run: Run, name: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import parity_context
@@ -23,7 +22,7 @@ import parity_ingredients
 import parity_models
 import parity_schedules
 import parity_together
-from example import example_batches, example_run, part_of, plain_step, whole_name
+from example import example_batches, example_run, part_of, with_documents
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
@@ -31,6 +30,8 @@ from trainwright.train.clock import Clock
 from trainwright.train.door import require_trainable
 from trainwright.train.mesh import Mesh, build_mesh, leave
 from trainwright.train.parallelize import Trainer, parallelize
+from trainwright.train.verify.compare import compared_step
+from trainwright.train.verify.plain import PlainProgram
 
 MHA, MQA = {"num_kv_heads": 4}, {"num_kv_heads": 1}
 TIED = {"tied_embeddings": True}
@@ -327,38 +328,15 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     if spoil is not None:
         spoil(trainer)
     sequences = example_batches(run, ignored=ignored)
-    expected = plain_step(run, sequences)
-    result = trainer.gradients(part_of(run, mesh.coordinate.dp, sequences))
-    errors = {
-        "loss": abs(result.loss / expected["loss"] - 1),
-        "norm": abs(result.grad_norm / expected["norm"] - 1),
-        "gradients": 0.0,
-        "weights": 0.0,
-    }
-    seen = set()
-    for name, parameter in trainer.data_parallel.parameters():
-        assert parameter.grad is not None, f"no gradient of {name}"
-        seen.add(whole_name(run, name))
-        error = relative_error(parameter.grad, expected["gradients"][whole_name(run, name)])
-        errors["gradients"] = max(errors["gradients"], error)
-    trainer.update(result, run.recipe.optimizer.lr)
-    for name, parameter in trainer.data_parallel.parameters():
-        error = relative_error(parameter, expected["weights"][whole_name(run, name)])
-        errors["weights"] = max(errors["weights"], error)
-    everything: list[Any] = [None] * mesh.layout.world
+    expected = PlainProgram(run).step(with_documents(run, sequences), run.recipe.optimizer.lr)
+    batch = part_of(run, mesh.coordinate.dp, sequences)
+    errors = compared_step(trainer, batch, run.recipe.optimizer.lr, expected)
+    everything: list[Any] = [set(errors.weights)]
     if mesh.layout.world > 1:
-        dist.all_gather_object(everything, seen)
-    else:
-        everything = [seen]
-    assert set().union(*everything) == set(expected["weights"]), "some parameters are nowhere"
-    return errors
-
-
-def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
-    seen = seen.detach()
-    whole = seen.full_tensor() if isinstance(seen, DTensor) else seen
-    scale = float(expected.norm())
-    return float((whole - expected).norm()) / (scale if scale else 1.0)
+        everything = [None] * mesh.layout.world
+        dist.all_gather_object(everything, set(errors.weights))
+    assert set().union(*everything) == set(expected.weights), "some parameters are nowhere"
+    return errors.worst()
 
 
 class Groups:

@@ -27,12 +27,13 @@ from trainwright.cli import (
     timeline,
     train,
     validate,
+    verify,
 )
 from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("validate", "models", "clusters", "demo"),
+    *("verify", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -74,6 +75,7 @@ app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
+app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("validate", epilog=validate.EXAMPLE)(validate.validate)
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")

@@ -1,4 +1,5 @@
-"""`trainwright sweep`: predictions of a run at many values of its fields, or on more and more devices."""
+"""`trainwright sweep`: predictions of a run at many values of its fields, or on more and more devices; with
+--train it is trained at each of them too."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +11,12 @@ from trainwright.cli.options import AsJson, Assignments, RunFile
 if TYPE_CHECKING:
     from trainwright.spec.run import Run
     from trainwright.spec.sweep import Sweep
+    from trainwright.spec.trials import Trials
 
-EXAMPLE = "Example: trainwright sweep run.toml --over recipe.micro_batch=1,2,4 --over recipe.recompute=none,full"
+EXAMPLE = (
+    "Example: trainwright sweep run.toml --over recipe.micro_batch=1,2,4 --over recipe.recompute=none,full; "
+    "trainwright sweep run.toml --train --over recipe.zero=0,1,2,3"
+)
 
 Over = Annotated[
     list[str] | None,
@@ -29,6 +34,17 @@ Gpus = Annotated[
 SvgFile = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="Plot step time and MFU into this file, as SVG.")
 ]
+Train = Annotated[
+    bool,
+    typer.Option(
+        "--train", help="Train a few steps with each value, one field at a time, and show what was seen."
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Of each training, with --train; 12 if left out.")
+]
+TRAINED_STEPS = 12
+"""Two to warm up, three to look at closely, and some to time."""
 
 
 def sweep(
@@ -37,6 +53,8 @@ def sweep(
     gpus: Gpus = None,
     assignments: Assignments = None,
     svg: SvgFile = None,
+    train: Train = False,
+    steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a run at each combination of some fields' values. Exit status 1 where nothing fits.
@@ -44,8 +62,14 @@ def sweep(
     What is no legal run is listed with the reason: --over layout.tp=1,2,3 --over recipe.micro_batch=1,2.
     """
     from trainwright.cli import files
+    from trainwright.spec.errors import reject
     from trainwright.spec.sweep import axes
 
+    if train:
+        _train(files.read_run(run_file, assignments), axes(over or [], gpus), steps or TRAINED_STEPS, svg, as_json)
+        return
+    if steps is not None:
+        reject("--steps", steps, "is for --train; predictions have none")
     if svg is not None:
         files.require_place(svg)
     values = axes(over or [], gpus)
@@ -89,3 +113,44 @@ def _swept(run: "Run", values: dict[str, list]) -> "Sweep":
             except InvalidSpec as error:
                 illegal.append(IllegalPoint(point, str(error)))
     return Sweep(run_name=run.name, fields=tuple(values), points=tuple(points), illegal=tuple(illegal))
+
+
+def _train(run: "Run", values: dict[str, list], steps: int, svg: Path | None, as_json: bool) -> None:
+    from trainwright.cli.output import show, show_json
+    from trainwright.present.trials import trials_view
+    from trainwright.spec.errors import reject
+
+    if svg is not None:
+        reject("--svg", str(svg), "plots predictions; leave it out with --train")
+    trials = _tried(run, values, steps).require_any()
+    if as_json:
+        show_json(trials.report())
+    else:
+        show(trials_view(trials))
+
+
+def _tried(run: "Run", values: dict[str, list], steps: int) -> "Trials":
+    """The run trained with each value, one after another."""
+    import tempfile
+
+    from trainwright.cli.compare import compared
+    from trainwright.cli.output import console
+    from trainwright.cli.progress import Progress
+    from trainwright.cli.train import trained
+    from trainwright.spec.errors import InvalidSpec
+    from trainwright.spec.sweep import varied
+    from trainwright.spec.trials import Trial, Trials, Untrained, one_at_a_time
+
+    trials, untrained = [], []
+    points = list(one_at_a_time(values))
+    with Progress(console(errors=True)) as progress, tempfile.TemporaryDirectory() as directory:
+        for at, point in enumerate(points):
+            said = ", ".join(f"{field}={value}" for field, value in point.items())
+            progress.show(said, at / len(points))
+            out = Path(directory) / str(at)
+            try:
+                trained(varied(run, point), steps, out, lambda what, done: None)
+                trials.append(Trial(values=point, comparison=compared(out)))
+            except InvalidSpec as error:
+                untrained.append(Untrained(point, str(error)))
+    return Trials(run_name=run.name, steps=steps, trials=tuple(trials), untrained=tuple(untrained))

@@ -13,7 +13,7 @@ from trainwright.spec.model import FlopConvention
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
-from trainwright.train.data import PackedDataset
+from trainwright.train.data import Batch, PackedDataset
 from trainwright.train.door import require_trainable
 from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
@@ -90,16 +90,20 @@ def _step(trainer: Trainer, dataset: PackedDataset, watch: Watch, step: int, lr:
     run, dp_rank = trainer.run, trainer.mesh.coordinate.dp
 
     def body() -> StepResult:
-        batch = dataset.batch(
-            step,
-            global_batch=run.recipe.global_batch,
-            micro_batch=run.recipe.micro_batch,
-            dp_rank=dp_rank,
-            dp=run.layout.dp,
-        )
-        return trainer.step(batch, lr)
+        return trainer.step(batch_of(run, dataset, step, dp_rank), lr)
 
     return watch.around(step, body)
+
+
+def batch_of(run: Run, dataset: PackedDataset, step: int, dp_rank: int) -> Batch:
+    """What a data-parallel rank trains on in step `step`, counted from 0."""
+    return dataset.batch(
+        step,
+        global_batch=run.recipe.global_batch,
+        micro_batch=run.recipe.micro_batch,
+        dp_rank=dp_rank,
+        dp=run.layout.dp,
+    )
 
 
 def _step_record(run: Run, watch: Watch, step: int, lr: float, result: StepResult) -> StepRecord:

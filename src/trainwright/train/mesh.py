@@ -2,7 +2,8 @@
 
 `joined` turns a `Layout` into the groups of each axis (ranks ordered innermost to outermost tp, cp, pp, dp) and
 a `DeviceMesh` over the same groups for PyTorch's tensor parallelism and sharding. gloo serves CPUs and NCCL
-serves GPUs; `_device` alone decides. Every group has a timeout, so that a lost peer is an error and not a hang.
+serves GPUs; `_device` alone decides, where nobody asks for the CPU. Every group has a timeout, so that a lost
+peer is an error and not a hang.
 
 A process group that is alive at interpreter exit may abort the process with a wrong status (PyTorch 2.13), so
 `joined` always destroys what it made, and a worker ends through `leave`.
@@ -98,8 +99,10 @@ class Mesh:
 
 
 @contextmanager
-def joined(layout: Layout, dp_replicate: int = 1, timeout_s: float = TIMEOUT_S) -> Iterator[Mesh]:
-    """The mesh of `layout`, with process groups that live as long as the context.
+def joined(
+    layout: Layout, dp_replicate: int = 1, timeout_s: float = TIMEOUT_S, *, on_cpu: bool = False
+) -> Iterator[Mesh]:
+    """The mesh of `layout`, with process groups that live as long as the context; `on_cpu` leaves devices alone.
 
     Raises `InvalidSpec` where the layout's ranks aren't the processes that were started.
     """
@@ -112,7 +115,7 @@ def joined(layout: Layout, dp_replicate: int = 1, timeout_s: float = TIMEOUT_S) 
         )
     if worker.world > 1:
         torch.set_num_threads(1)
-    device, backend = _device(worker.local_rank)
+    device, backend = (torch.device("cpu"), "gloo") if on_cpu else _device(worker.local_rank)
     timeout = timedelta(seconds=timeout_s)
     if layout.world == 1:
         yield build_mesh(layout, 0, device, dp_replicate, timeout)

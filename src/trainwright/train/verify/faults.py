@@ -1,0 +1,233 @@
+"""Faults that `verify --inject` plants, each a mistake that a trainer like this one has been known to make.
+
+A fault says what a run must have for it to be there at all, and changes a trainer that is ready to step. PyTorch
+is imported where it is used, so that a command can list the faults without a second's wait.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainwright.spec.errors import nearest, reject
+from trainwright.spec.layout import Axis
+from trainwright.spec.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.train.data import Batch
+    from trainwright.train.verify.subject import Subject
+
+Needs = Callable[[Run], str]
+"""What the run lacks for the fault to be there; empty where it lacks nothing."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that can be wrong, what it needs, and how it is planted."""
+
+    text: str
+    needs: Needs
+    plant: "Callable[[Subject], None]"
+
+
+def require_fault(name: str, run: Run) -> Fault:
+    """The fault of this name; `InvalidSpec` where there is none, or `run` is none that can have it."""
+    if name not in FAULTS:
+        reject("--inject", name, f"no such fault; {nearest(name, FAULTS)}")
+    missing = FAULTS[name].needs(run)
+    if missing:
+        reject("--inject", name, f"needs {missing}; change the run with --set, or give --processes more")
+    return FAULTS[name]
+
+
+def _all_of(*needs: Needs) -> Needs:
+    def missing(run: Run) -> str:
+        return " and ".join(filter(None, (need(run) for need in needs)))
+
+    return missing
+
+
+def _above_1(axis: Axis) -> Needs:
+    return lambda run: "" if run.layout.degree(axis) > 1 else f"layout.{axis} above 1"
+
+
+def _shards(run: Run) -> str:
+    has = run.recipe.zero and run.layout.dp > run.recipe.dp_replicate
+    return "" if has else "recipe.zero of 1 to 3 and shards over layout.dp above 1"
+
+
+def _several_ranks(run: Run) -> str:
+    return "" if run.layout.world > 1 else "two ranks or more"
+
+
+def _several_microbatches(run: Run) -> str:
+    return "" if run.num_microbatches > 1 else "two microbatches or more"
+
+
+def _ties(run: Run) -> str:
+    return "" if run.model.tied_embeddings else "model.tied_embeddings=true"
+
+
+def _sequence_parallelism(run: Run) -> str:
+    return "" if run.recipe.sequence_parallel else "recipe.sequence_parallel=true"
+
+
+def _rotary(run: Run) -> str:
+    return "" if run.model.rope is not None else "model.rope"
+
+
+def _without_dp_reduction(subject: "Subject") -> None:
+    """Each rank goes on with its own gradients; of shards, with its own part of them."""
+    import torch.distributed as dist
+
+    from trainwright.train.parallel.replicated import Replicated
+    from trainwright.train.parallel.sharded import Sharded
+    from trainwright.train.verify.shards import OwnPart
+
+    form = subject.trainer.data_parallel
+    if isinstance(form, Replicated):
+        form._group = dist.new_group([subject.trainer.mesh.rank], use_local_synchronization=True)
+    else:
+        assert isinstance(form, Sharded)
+        for module in subject.sharded_modules():
+            module.set_custom_reduce_scatter(OwnPart())
+
+
+def _mean_of_shards(subject: "Subject") -> None:
+    """FSDP2's own habit: gradients divided by the ranks that they were summed over."""
+    for module in subject.sharded_modules():
+        module.set_gradient_divide_factor(float(subject.trainer.mesh.layout.dp))
+
+
+def _change_batch(subject: "Subject", change: "Callable[[Batch], Batch]") -> None:
+    """Let the pipeline see another batch than the step does, which divides the loss by its count."""
+    plain = subject.trainer.pipeline.run
+    subject.trainer.pipeline.run = lambda batch: plain(change(batch))
+
+
+def _scaled_by_microbatches(subject: "Subject") -> None:
+    number = subject.trainer.run.num_microbatches
+    _change_batch(subject, lambda batch: replace(batch, global_tokens=batch.global_tokens * number))
+
+
+def _without_last_microbatch(subject: "Subject") -> None:
+    from trainwright.train.data import IGNORED
+
+    def skipped(batch: "Batch") -> "Batch":
+        *others, last_BS = batch.targets_BS
+        return replace(batch, targets_BS=[*others, last_BS.new_full(last_BS.shape, IGNORED)])
+
+    _change_batch(subject, skipped)
+
+
+def _norm_without(axis: Axis, subject: "Subject") -> None:
+    """The squares are summed over the ranks that have this rank's place on the axis."""
+    mesh = subject.trainer.mesh
+    plain, place = mesh.sum_over_world, getattr(mesh.coordinate, axis)
+
+    def summed(values: list[float]) -> list[float]:
+        loss, square = values
+        squares = [0.0] * mesh.layout.degree(axis)
+        squares[place] = square
+        total, *by_place = plain([loss, *squares])
+        return [total, by_place[place]]
+
+    object.__setattr__(mesh, "sum_over_world", summed)
+
+
+def _without_tied_reduction(subject: "Subject") -> None:
+    subject.trainer.tied_across_stages = lambda: None
+
+
+def _without_norm_reduction(subject: "Subject") -> None:
+    """Gradients of norms outside the blocks pass for whole ones, and are sums over this rank's positions."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from trainwright.train.model.layers import Norm
+
+    def part(parameter: "torch.Tensor | None") -> "torch.Tensor | None":
+        if parameter is None:
+            return None
+        assert isinstance(parameter, DTensor)
+        return parameter.to_local(grad_placements=(Replicate(),))
+
+    def forward(norm: Norm, x: "torch.Tensor") -> "torch.Tensor":
+        weight = part(norm.weight)
+        assert weight is not None
+        return norm.normalize(x, weight, part(norm.bias))
+
+    for piece in subject.trainer.pieces:
+        owners: list[nn.Module] = [piece, *piece.layers.values()]
+        for norm in (each for owner in owners for each in owner.children()):
+            if isinstance(norm, Norm):
+                norm.forward = partial(forward, norm)
+
+
+def _first_ranks_data(subject: "Subject") -> None:
+    if subject.dp_rank == subject.trainer.mesh.layout.dp - 1:
+        subject.dp_rank = 0
+
+
+def _weights_of_the_rank(subject: "Subject") -> None:
+    import torch
+
+    from trainwright.train.parallel.local import local_of
+
+    generator = torch.Generator().manual_seed(subject.trainer.mesh.rank)
+    for _, parameter in subject.trainer.data_parallel.parameters():
+        local = local_of(parameter)
+        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype), alpha=0.01)
+
+
+def _positions_one_too_far(subject: "Subject") -> None:
+    """From the middle of a sequence on, as where a part of it is cut off at the wrong place. (All positions one
+    too far would change nothing: attention sees their distances.)"""
+    import torch
+
+    for piece in subject.trainer.pieces:
+        rotary = piece.rotary
+        assert rotary is not None
+
+        def turned(x_BNSH: "torch.Tensor", *others: object, plain: Callable = rotary) -> "torch.Tensor":
+            middle = x_BNSH.shape[2] // 2
+            first, second = x_BNSH[:, :, :middle], x_BNSH[:, :, middle:]
+            longer = plain(torch.cat((first, second[:, :, :1], second), dim=2), *others)
+            return torch.cat((longer[:, :, :middle], longer[:, :, middle + 1 :]), dim=2)
+
+        piece.rotary = turned  # pyright: ignore[reportAttributeAccessIssue]
+
+
+FAULTS: Mapping[str, Fault] = {
+    "dp-reduction": Fault("gradients are not summed over dp", _above_1("dp"), _without_dp_reduction),
+    "zero-mean": Fault("ZeRO's scatter gives the mean over dp instead of the sum", _shards, _mean_of_shards),
+    "microbatch-scale": Fault(
+        "gradients are divided by the number of microbatches once more",
+        _several_microbatches,
+        _scaled_by_microbatches,
+    ),
+    "last-microbatch": Fault(
+        "the last microbatch counts for nothing", _several_microbatches, _without_last_microbatch
+    ),
+    "norm-tp": Fault("the clipping norm leaves out tp", _above_1("tp"), partial(_norm_without, "tp")),
+    "norm-pp": Fault("the clipping norm leaves out pp", _above_1("pp"), partial(_norm_without, "pp")),
+    "norm-dp": Fault("the clipping norm leaves out dp", _above_1("dp"), partial(_norm_without, "dp")),
+    "tied": Fault(
+        "gradients of a tied embedding are not summed over the pipeline's ends",
+        _all_of(_above_1("pp"), _ties),
+        _without_tied_reduction,
+    ),
+    "sequence-norms": Fault(
+        "under sequence parallelism, gradients of norms are not summed over tp",
+        _all_of(_above_1("tp"), _sequence_parallelism),
+        _without_norm_reduction,
+    ),
+    "data-order": Fault("the last dp rank trains on the first one's samples", _above_1("dp"), _first_ranks_data),
+    "initial-weights": Fault("initial weights depend on the rank", _several_ranks, _weights_of_the_rank),
+    "rotary": Fault(
+        "rotary positions of the second half of a sequence are one too far", _rotary, _positions_one_too_far
+    ),
+}
+"""By the name that `--inject` takes."""

@@ -1,0 +1,105 @@
+"""The plain program that every layout answers to: the whole model on one device, a textbook loop, float64.
+
+It shares the page of the model, the loss and the initial weights with the trainer, and nothing of what spreads
+them: no group, no schedule, no shard, and PyTorch's own clipping and AdamW. Muon is written out; what is shared of
+it is the orthogonal factor of a matrix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainwright.spec.run import Run
+from trainwright.train.data import IGNORED
+from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.model.initialize import initial_value
+from trainwright.train.model.transformer import Transformer
+from trainwright.train.updates import MUON_MOMENTUM, RMS_OF_ADAMW, orthogonalized
+
+
+class Sample(NamedTuple):
+    """One sequence, (S) each."""
+
+    inputs_S: torch.Tensor
+    targets_S: torch.Tensor
+    documents_S: torch.Tensor | None = None
+    """The number of each token's document, where tokens see their own alone."""
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """What one step of the plain program gives, by the names of the whole model's parameters."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    """Before clipping."""
+    weights: dict[str, torch.Tensor]
+    """After the update."""
+
+
+class PlainProgram:
+    """The run as a program for one device; `step` by step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.model = plain_model(run, torch.float64)
+        choice = run.recipe.optimizer
+        hidden = [each for each in self.model.layers.parameters() if each.ndim >= 2]
+        self._momentum = {each: torch.zeros_like(each) for each in hidden} if choice.name == "muon" else {}
+        others = [each for each in self.model.parameters() if each not in self._momentum]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [each for each in others if each.ndim >= 2]},
+                {"params": [each for each in others if each.ndim < 2], "weight_decay": 0.0},
+            ],
+            weight_decay=choice.weight_decay,
+            betas=(choice.beta1, choice.beta2),
+            eps=choice.epsilon,
+            foreach=False,
+        )
+
+    def step(self, samples: Sequence[Sample], lr: float) -> PlainStep:
+        """One step on all sequences of the global batch."""
+        count = sum(int((each.targets_S != IGNORED).sum()) for each in samples)
+        loss, extra = torch.zeros(2, dtype=torch.float64)
+        for inputs_S, targets_S, documents_S in samples:
+            logits_BSV = self.model(inputs_S[None], None if documents_S is None else documents_S[None])
+            loss = loss + summed_cross_entropy(logits_BSV, targets_S[None]) / count
+            log_total_S = torch.logsumexp(logits_BSV[0], dim=-1)[targets_S != IGNORED]
+            extra = extra + self._run.recipe.z_loss * (log_total_S**2).sum() / count
+        self.model.zero_grad()
+        (loss + extra).backward()
+        named = list(self.model.named_parameters())
+        gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        largest = self._run.recipe.grad_clip or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._muon(lr)
+        weights = {name: each.detach().clone() for name, each in named}
+        return PlainStep(float(loss.detach()), float(norm), gradients, weights)
+
+    @torch.no_grad()
+    def _muon(self, lr: float) -> None:
+        """Nesterov's momentum, its orthogonal factor at AdamW's size (arXiv:2502.16982 s2.2), decay."""
+        for matrix, momentum in self._momentum.items():
+            assert matrix.grad is not None
+            momentum.mul_(MUON_MOMENTUM).add_(matrix.grad)
+            direction = orthogonalized(matrix.grad + MUON_MOMENTUM * momentum)
+            matrix.mul_(1 - lr * self._run.recipe.optimizer.weight_decay)
+            matrix.sub_(direction, alpha=lr * RMS_OF_ADAMW * max(matrix.shape[-2:]) ** 0.5)
+
+
+def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
+    """The whole model on one device, with the initial weights that every layout starts from."""
+    model = Transformer(run.model).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(run.model, run.recipe.seed, name, parameter.shape, dtype))
+    model.tie()
+    return model
