@@ -56,8 +56,8 @@ class Mesh:
     dp_replicate: int = 1
     """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """By axis; also `dp_replicate` and `dp_shard`, `first_last` between the ends of the pipeline, and `twins` between
-    a rank of it and its mirror image, where pp is even."""
+    """By axis; also `dp_replicate` and `dp_shard`, `first_last` between the ends of the pipeline, and where pp is
+    even `twins` between a rank of it and its mirror image."""
     device_mesh: DeviceMesh | None = None
     """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
 
