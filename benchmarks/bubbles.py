@@ -10,6 +10,7 @@ medians. A bubble is the part of the ranks' time, from the first act to the last
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def main(steps: int, *, as_json: bool) -> None:
 if __name__ == "__main__":
     if Worker.from_environment().world == 1:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PP), *sys.argv]
-        sys.exit(subprocess.run([sys.executable, *launch], check=False).returncode)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.run([sys.executable, *launch], env=environment, check=False).returncode)
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
     main(numbers[0] if numbers else 5, as_json="--json" in sys.argv)

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,7 @@ class Pipeline:
         self._program: Program = programs(rows, placement)[own]
         self._round_ends = round_ends(rows[own])
         self._passes = Counter(act.chunk for act in rows[own] if act.kind == "F")
+        self._num_microbatches = len({act.microbatch for act in chain(*rows)})
         self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
@@ -91,6 +93,7 @@ class Pipeline:
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
         summed cross-entropy, which is zero off the last stage."""
+        assert len(batch.inputs_BS) == self._num_microbatches
         state = InFlight(torch.zeros((), dtype=torch.float64, device=self._mesh.device))
         for step in self._program:
             if isinstance(step, Transfer):

@@ -62,6 +62,10 @@ class Sharded:
                 module.set_gradient_divide_factor(1.0)
                 # gloo and NCCL can add but not add and divide in one.
                 module.set_force_sum_reduction_for_comms(True)
+                if mesh.dp_replicate > 1:
+                    # Norms have their gradients before weights do, and may have left with an earlier microbatch's:
+                    # HSDP keeps the sums of a layer end to end, and needs each of them every time.
+                    module.set_reduce_scatter_unused_params(True)
         self._pieces = pieces
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

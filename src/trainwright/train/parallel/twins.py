@@ -2,8 +2,7 @@
 s3.2.3): rank r and its mirror image, rank pp - 1 - r, have the same two stages.
 
 Each has the gradients of its own microbatches, which are half of all. After data parallelism has summed either
-half over dp, the two are added up here; so both take the same update and stay equal, and a shard's twin is a
-shard.
+half over dp, the two are added up here: both take the same update and stay equal, and a shard's twin is a shard.
 """
 
 from collections.abc import Iterable
