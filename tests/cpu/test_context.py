@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from example import example_run
 
+from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.recipe import Recipe
 from trainwright.train.data import Batch
 from trainwright.train.parallel import blocks as kernels
@@ -133,3 +135,13 @@ def test_a_query_that_sees_nothing_of_a_block_takes_nothing_from_it(monkeypatch:
     monkeypatch.setattr(kernels, "_has_kernel", lambda *arguments: False)
     for mine, theirs in zip(in_blocks(query, key, value, upstream, cut_in_two("causal")), by_kernel, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14)
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+    """Two chunks for each of two ranks, whose parts two tp ranks can halve."""
+    with pytest.raises(InvalidSpec, match=r"recipe.seq_len=18: must be a multiple of 4, as cp=2"):
+        example_run(cp=2, recipe={"seq_len": 18}).check()
+    with pytest.raises(InvalidSpec, match=r"recipe.seq_len=12: must be a multiple of 8, as cp=4"):
+        example_run(cp=4, recipe={"seq_len": 12}).check()
+    example_run(tp=2, cp=2, recipe={"seq_len": 20}).check()
+    example_run(cp=2, recipe={"seq_len": 18, "cp_method": "all_to_all"}).check()
