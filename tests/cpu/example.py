@@ -9,6 +9,7 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
 from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.initialize import global_name, initial_value
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.updates import orthogonalized
@@ -27,9 +28,15 @@ CLUSTER = ClusterSpec.parse(
         "node": {"devices": 64, "concurrent_devices": 2},
         "fabric": {"link": "shared memory", "link_domain": 64, "link_bytes_per_s": 1e9},
         "rates": {
-            "matmul": {"fp32": {"size": [1e6], "fraction": [0.8]}},
-            "attention_forward": {"fp32": {"size": [128], "fraction": [0.4]}},
-            "attention_backward": {"fp32": {"size": [128], "fraction": [0.3]}},
+            "matmul": {"fp32": {"size": [1e6], "fraction": [0.8]}, "bf16": {"size": [1e6], "fraction": [0.8]}},
+            "attention_forward": {
+                "fp32": {"size": [128], "fraction": [0.4]},
+                "bf16": {"size": [128], "fraction": [0.4]},
+            },
+            "attention_backward": {
+                "fp32": {"size": [128], "fraction": [0.3]},
+                "bf16": {"size": [128], "fraction": [0.3]},
+            },
             "memory": 0.8,
             "launch_s": 3e-6,
             "link": 0.5,
@@ -107,7 +114,7 @@ def part_of(run: Run, dp_rank: int, sequences: list[tuple[torch.Tensor, torch.Te
     inputs = torch.stack([each[0] for each in mine]).split(recipe.micro_batch)
     targets = torch.stack([each[1] for each in mine]).split(recipe.micro_batch)
     count = sum(int((each[1] != -100).sum()) for each in sequences)
-    return Batch(list(inputs), list(targets), count)
+    return Batch(list(inputs), list(targets), count, dp_rank * per_rank)
 
 
 def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
@@ -126,7 +133,12 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     choice = run.recipe.optimizer
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
     loss, extra = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in sequences:
+    dropping = Dropping(run.recipe.dropout, run.recipe.seed, torch.zeros(1, dtype=torch.int64))
+    if run.recipe.dropout:
+        use_unfused_cores(model, dropping)
+        drop_branches(model, dropping)
+    for number, (inputs, targets) in enumerate(sequences):
+        dropping.samples_B = torch.tensor([number])
         logits_BSV = model(inputs[None])
         loss = loss + summed_cross_entropy(logits_BSV, targets[None]) / count
         log_total_BS = torch.logsumexp(logits_BSV, dim=-1)[targets[None] != -100]

@@ -26,6 +26,13 @@ class Batch:
     """`IGNORED` marks positions without a target."""
     global_tokens: int
     """Targets of the step over all ranks: what the summed loss is divided by."""
+    first_sample: int = 0
+    """Global number of the first sequence; the others of this rank follow it."""
+
+    def samples_B(self, microbatch: int) -> torch.Tensor:
+        """Global numbers of a microbatch's sequences."""
+        before = sum(len(each) for each in self.inputs_BS[:microbatch])
+        return torch.arange(len(self.inputs_BS[microbatch])) + (self.first_sample + before)
 
 
 IGNORED = -100
@@ -68,6 +75,7 @@ class PackedDataset:
             inputs_BS=list(tokens[:, :-1].contiguous().split(micro_batch)),
             targets_BS=list(tokens[:, 1:].contiguous().split(micro_batch)),
             global_tokens=global_batch * self.seq_len,
+            first_sample=first,
         )
 
 

@@ -12,6 +12,7 @@ from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
 TRAINED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+TRAINED_KERNELS = ("flash", "unfused")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 TRAINED_SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first")
 MOST_BETA2_OF_BF16 = 1 - 2**-8
@@ -19,11 +20,8 @@ MOST_BETA2_OF_BF16 = 1 - 2**-8
 rounded away."""
 TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp")
 TRAINED_CHOICES = {
-    "gradient_format": "fp32",
     "fused_accumulation": False,
     "cp_method": "all_gather",
-    "attention_kernel": "flash",
-    "dropout": 0.0,
     "cuda_graphs": "none",
     "capacity_factor": None,
     "expert_imbalance": 1.0,
@@ -55,6 +53,19 @@ def require_trainable(run: Run) -> None:
         if getattr(recipe, field) not in known:
             value = getattr(recipe, field)
             reject(f"recipe.{field}", value, f"is planned but not trained yet; use {', '.join(known)}")
+    if recipe.attention_kernel not in TRAINED_KERNELS:
+        why = f"is planned but not trained yet; use {', '.join(TRAINED_KERNELS)}"
+        reject("recipe.attention_kernel", recipe.attention_kernel, why)
+    if recipe.dropout and recipe.attention_kernel != "unfused":
+        why = "is not trained yet with flash attention, which has no weights to drop; set attention_kernel=unfused"
+        reject("recipe.dropout", recipe.dropout, why)
+    if recipe.gradient_format == "bf16":
+        if recipe.precision != "bf16":
+            why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
+            reject("recipe.gradient_format", "bf16", why)
+        if recipe.zero >= 2 and layout.dp > recipe.dp_replicate:
+            why = f"is not trained yet with zero={recipe.zero}: shards are summed in fp32; use fp32 or zero=1"
+            reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
     if recipe.recompute == "selective":
         for operation in recipe.recompute_ops:

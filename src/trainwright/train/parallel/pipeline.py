@@ -20,6 +20,7 @@ from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.head_loss import HeadLoss
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.dropout import Dropping
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.transfers import Program, Transfer, programs
@@ -55,7 +56,7 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `loss` is what the last stage ends with.
+    `loss` is what the last stage ends with; `dropping` is told which sequences are under way.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Pipeline:
         sequence_parallel: bool,
         overlap: bool,
         loss: HeadLoss,
+        dropping: Dropping | None,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
@@ -77,7 +79,7 @@ class Pipeline:
         self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
-        self._loss = loss
+        self._loss, self._dropping = loss, dropping
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
@@ -100,6 +102,7 @@ class Pipeline:
 
     def _forward(self, act: Act, state: InFlight, batch: Batch) -> None:
         piece, place = self._pieces[act.chunk], (act.microbatch, act.chunk)
+        self._tell(act, batch)
         if piece.is_first:
             x = batch.inputs_BS[act.microbatch].to(self._mesh.device)
         else:
@@ -121,6 +124,7 @@ class Pipeline:
         upstream = None if piece.is_last else self._arrived("B", act, state)
         state.backwards[act.chunk] = state.backwards.get(act.chunk, 0) + 1
         is_last = state.backwards[act.chunk] == self._num_microbatches
+        self._tell(act, batch)
         self._data_parallel.before_backward(act.chunk, is_last=is_last, ends_round=place in self._round_ends)
         with self._clock.of("compute"):
             torch.autograd.backward(state.outputs.pop(place), upstream)
@@ -128,6 +132,11 @@ class Pipeline:
             gradient = state.inputs.pop(place).grad
             assert gradient is not None
             state.gradients[place] = gradient
+
+    def _tell(self, act: Act, batch: Batch) -> None:
+        """Before every act that runs layers, or runs them again."""
+        if self._dropping is not None:
+            self._dropping.samples_B = batch.samples_B(act.microbatch)
 
     def _transfer(self, transfer: Transfer, state: InFlight, batch: Batch) -> None:
         place = (transfer.microbatch, transfer.chunk)
