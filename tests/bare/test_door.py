@@ -129,6 +129,8 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.schedule", "zb_v"): {"layout.vpp": 2},
     ("recipe.schedule", "dualpipe"): {"layout.vpp": 2},
     ("recipe.schedule", "dualpipe_v"): {"layout.vpp": 2},
+    ("recipe.dropout", 0.1): {"recipe.attention_kernel": "unfused"},
+    ("recipe.gradient_format", "bf16"): {"recipe.precision": "bf16"},
     ("recipe.recompute_layers", 1): {"recipe.recompute": "full"},
     **{
         ("recipe.recompute_ops", operations): {"recipe.recompute": "selective"}
@@ -173,6 +175,9 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.sequence_parallel": None,
     "recipe.cp_method": None,
     "recipe.schedule": None,
+    "recipe.gradient_format": None,
+    "recipe.attention_kernel": ("flash", "unfused"),
+    "recipe.dropout": None,
     "recipe.loss_kernel": None,
     "recipe.loss_chunks": None,
     "recipe.z_loss": None,

@@ -34,9 +34,15 @@ CLUSTER = ClusterSpec.parse(
         "node": {"devices": 64, "concurrent_devices": 2},
         "fabric": {"link": "shared memory", "link_domain": 64, "link_bytes_per_s": 1e9},
         "rates": {
-            "matmul": {"fp32": {"size": [1e6], "fraction": [0.8]}},
-            "attention_forward": {"fp32": {"size": [128], "fraction": [0.4]}},
-            "attention_backward": {"fp32": {"size": [128], "fraction": [0.3]}},
+            "matmul": {"fp32": {"size": [1e6], "fraction": [0.8]}, "bf16": {"size": [1e6], "fraction": [0.8]}},
+            "attention_forward": {
+                "fp32": {"size": [128], "fraction": [0.4]},
+                "bf16": {"size": [128], "fraction": [0.4]},
+            },
+            "attention_backward": {
+                "fp32": {"size": [128], "fraction": [0.3]},
+                "bf16": {"size": [128], "fraction": [0.3]},
+            },
             "memory": 0.8,
             "launch_s": 3e-6,
             "link": 0.5,
@@ -123,7 +129,7 @@ def part_of(run: Run, dp_rank: int, sequences: list[tuple[torch.Tensor, torch.Te
     inputs = torch.stack([each[0] for each in mine]).split(recipe.micro_batch)
     targets = torch.stack([each[1] for each in mine]).split(recipe.micro_batch)
     count = sum(int((each[1] != -100).sum()) for each in sequences)
-    return Batch(list(inputs), list(targets), count, documents(run, list(inputs)))
+    return Batch(list(inputs), list(targets), count, documents(run, list(inputs)), dp_rank * per_rank)
 
 
 def documents(run: Run, inputs_BS: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -139,10 +145,10 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 def with_documents(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Sample]:
     """Sequences with the documents that their tokens are of, where the run masks them."""
-    return [
-        Sample(inputs, targets, documents_of(inputs[None], END_OF_DOCUMENT)[0] if run.data.document_mask else None)
-        for inputs, targets in sequences
-    ]
+    samples = [Sample(number, *each) for number, each in enumerate(sequences)]
+    if not run.data.document_mask:
+        return samples
+    return [each._replace(documents_S=documents_of(each.inputs_S[None], END_OF_DOCUMENT)[0]) for each in samples]
 
 
 def whole_name(run: Run, name: str) -> str:

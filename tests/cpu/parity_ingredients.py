@@ -11,6 +11,7 @@ CHUNKS = {"loss_chunks": 3}
 Z = {"z_loss": 0.1}
 MUON = {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}
 BIASES = {"attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}}
+DROPOUT = {"dropout": 0.3, "attention_kernel": "unfused"}
 
 
 def again(*operations: str, **recipe: Any) -> dict[str, Any]:
@@ -21,6 +22,15 @@ EVERY = ("attention", "norm", "activation", "mlp")
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
+        "unfused attention": {"recipe": {"attention_kernel": "unfused"}},
+        "unfused attention with a window": {
+            "recipe": {"attention_kernel": "unfused"},
+            "attention": {"sliding_window": 5, "query_scale": 0.2},
+        },
+        "dropout": {"recipe": DROPOUT},
+        "dropout, micro-batch of 4": {"recipe": {**DROPOUT, "micro_batch": 4}},
+        "dropout, full recompute": {"recipe": {**DROPOUT, "recompute": "full"}},
+        "dropout, recompute of every operation": {"recipe": {**again(*EVERY), **DROPOUT}},
         "muon": {"recipe": MUON},
         **{f"recompute of {op}": {"recipe": again(op)} for op in EVERY},
         "recompute of every operation": {"recipe": again(*EVERY)},
@@ -33,6 +43,21 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "z-loss, in chunks": {"recipe": {**Z, **CHUNKS}, "ignored": True},
     },
     2: {
+        "tp dropout": {"tp": 2, "recipe": DROPOUT},
+        "tp dropout without sequence parallelism": {"tp": 2, "recipe": {**DROPOUT, "sequence_parallel": False}},
+        "tp dropout, full recompute, one key head": {
+            "tp": 2,
+            "recipe": {**DROPOUT, "recompute": "full"},
+            "attention": {"num_kv_heads": 1},
+        },
+        "tp dropout, recompute of every operation": {"tp": 2, "recipe": {**again(*EVERY), **DROPOUT}},
+        "pp dropout, full recompute": {"pp": 2, "recipe": {**DROPOUT, "recompute": "full"}},
+        "pp dropout, interleaved": {
+            "pp": 2,
+            "vpp": 2,
+            "recipe": {**again("attention", "mlp"), **DROPOUT, **INTERLEAVED},
+        },
+        **{f"dp dropout, zero {zero}": {"dp": 2, "recipe": {**DROPOUT, "zero": zero}} for zero in (0, 3)},
         "tp muon": {"tp": 2, "recipe": MUON, **BIASES},
         "tp muon, one key head": {"tp": 2, "recipe": MUON, "attention": {"num_kv_heads": 1}},
         "pp muon, tied": {"pp": 2, "recipe": MUON, "model": TIED},
@@ -72,6 +97,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "dp fused loss, zero 3 tied": {"dp": 2, "recipe": {**FUSED, "zero": 3}, "model": TIED},
     },
     4: {
+        "tp x dp dropout, zero 3, full recompute": {
+            "tp": 2,
+            "dp": 2,
+            "recipe": {**DROPOUT, "zero": 3, "recompute": "full"},
+        },
+        "tp x pp dropout": {"tp": 2, "pp": 2, "recipe": DROPOUT},
         **{
             f"tp x dp muon, zero {zero}": {"tp": 2, "dp": 2, "recipe": {**MUON, "zero": zero}, **BIASES}
             for zero in (0, 1, 3)

@@ -32,12 +32,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "in chunks": {"loss_chunks": 4, "z_loss": 0.01},
     "fused in chunks": {"loss_chunks": 3, "loss_kernel": "fused"},
 }
+DROPPING = {"dropout": 0.2, "attention_kernel": "unfused"}
 RECOMPUTED = {"recompute": "selective", "recompute_ops": ["norm", "activation", "attention"]}
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"loss {name}, gemma 2": with_recipe(GEMMA_2, **recipe) for name, recipe in LOSSES.items()},
         **families("recompute of operations", recipe=RECOMPUTED),
+        "dropout, documents, gpt-oss": with_recipe({**GPT_OSS, **DOCUMENTS}, **DROPPING),
         "documents, gemma 2": {**GEMMA_2, **DOCUMENTS},
         "documents, gpt-oss": {**GPT_OSS, **DOCUMENTS},
         "documents, gpt-oss with a window": {
@@ -58,6 +60,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             for name, recipe in LOSSES.items()
         },
         **families("tp, recompute of operations", tp=2, recipe=RECOMPUTED),
+        **families("tp, dropout", tp=2, recipe=DROPPING),
+        **families("cp, dropout", cp=2, recipe={**DROPPING, "cp_method": "all_to_all"}),
+        **{
+            f"{schedule}, dropout": with_recipe(layout, schedule=schedule, **DROPPING)
+            for schedule, layout in SPLIT.items()
+        },
         **{
             f"{schedule}, recompute of {operation}": with_recipe(
                 layout, schedule=schedule, recompute="selective", recompute_ops=[operation]
@@ -86,6 +94,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
         **families("tp x dualpipe_v", tp=2, **SPLIT["dualpipe_v"], recipe={"schedule": "dualpipe_v"}),
         **families("tp x cp all_to_all", tp=2, cp=2, recipe={"cp_method": "all_to_all", "zero": 1}),
+        "tp x cp, dropout, full recompute": with_recipe(
+            {"tp": 2, "cp": 2}, cp_method="all_to_all", recompute="full", **DROPPING
+        ),
+        "tp x cp without sequence parallelism, dropout": with_recipe(
+            {"tp": 2, "cp": 2}, cp_method="all_to_all", sequence_parallel=False, **DROPPING
+        ),
         "zb_h1 x cp ring, documents": with_recipe(
             {**DOCUMENTS, "pp": 2, "cp": 2}, schedule="zb_h1", cp_method="ring"
         ),

@@ -52,8 +52,8 @@ def test_moments_of_few_bits_move_weights_nearly_as_fp32_does(moments: str, boun
     twice as much in each one below, of each of two moments."""
     choice = Optimizer(lr=1e-2, weight_decay=0.1)
     one, other = parameters(), parameters()
-    exact = moved(optimizer_of(choice, one), one, 20)
-    seen = moved(optimizer_of(choice.changed(moments=moments), other), other, 20)
+    exact = moved(optimizer_of(choice, one, torch.float32), one, 20)
+    seen = moved(optimizer_of(choice.changed(moments=moments), other, torch.float32), other, 20)
     for mine, expected in zip(seen, exact, strict=True):
         error = float((mine - expected).norm() / expected.norm())
         assert 0 < error < bound
@@ -68,7 +68,7 @@ def test_our_adamw_is_torchs_where_moments_are_whole() -> None:
         {"params": params[:2], "rule": "adamw", "weight_decay": choice.weight_decay, **common},
         {"params": params[2:], "rule": "adamw", "weight_decay": 0.0, **common},
     ]
-    exact, seen = moved(optimizer_of(choice, one), one, 5), moved(Updates(groups), other, 5)
+    exact, seen = moved(optimizer_of(choice, one, torch.float32), one, 5), moved(Updates(groups), other, 5)
     for mine, expected in zip(seen, exact, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
 
@@ -77,13 +77,13 @@ def test_muon_is_torchs() -> None:
     """Matrices of layers, over steps that momentum joins; and AdamW for the rest. Both iterate in bf16."""
     one, other = parameters(), parameters()
     choice = Optimizer(name="muon", lr=1e-2, weight_decay=0.1)
-    seen = moved(optimizer_of(choice, one), one, 4)
+    seen = moved(optimizer_of(choice, one, torch.float32), one, 4)
     matrix = other[1][1]
     theirs = torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     expected = moved(theirs, other, 4)[1]
     assert float((seen[1] - expected).norm() / expected.norm()) < 2e-2
     adamw = parameters()
-    for at, exact in enumerate(moved(optimizer_of(choice.changed(name="adamw"), adamw), adamw, 4)):
+    for at, exact in enumerate(moved(optimizer_of(choice.changed(name="adamw"), adamw, torch.float32), adamw, 4)):
         if at != 1:
             torch.testing.assert_close(seen[at], exact, rtol=1e-5, atol=1e-7)
 

@@ -10,20 +10,26 @@ from example import example_run, plain_model
 from trainwright.plan.pieces import layer_piece
 from trainwright.plan.table import Policy, Table
 from trainwright.train.instrument import LiveBytes, live_storages
+from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.rotary import Rotary
 from trainwright.train.parallel.recompute import apply_recompute
 
 SIZES: dict[str, Any] = {"seq_len": 64, "micro_batch": 2, "precision": "fp32"}
 
 
-def kept_and_planned(*operations: str, gated: bool = True) -> tuple[int, float]:
+def kept_and_planned(*operations: str, gated: bool = True, **recipe: Any) -> tuple[int, float]:
     """Bytes that come to live in a layer's forward, its output included and its input not; and the planner's."""
     policy: dict[str, Any] = {"recompute": "selective", "recompute_ops": operations} if operations else {}
     # The CPU's attention repeats grouped keys and values, so each head has its own.
     heads, mlp = {"num_kv_heads": 4}, {"gated": gated, "activation": "silu"}
-    run = example_run(attention=heads, mlp=mlp, recipe={**SIZES, **policy}).check()
+    run = example_run(attention=heads, mlp=mlp, recipe={**SIZES, **policy, **recipe}).check()
     model = plain_model(run, torch.float32)
+    dropping = Dropping(run.recipe.dropout, 0, torch.arange(SIZES["micro_batch"])) if run.recipe.dropout else None
+    if run.recipe.attention_kernel == "unfused":
+        use_unfused_cores(model, dropping)
     apply_recompute(model, run.recipe)
+    if dropping is not None:
+        drop_branches(model, dropping)
     assert run.model.rope is not None
     rotary = Rotary(run.model.rope)
     x = torch.randn(SIZES["micro_batch"], SIZES["seq_len"], run.model.d_model, requires_grad=True)
@@ -58,3 +64,14 @@ def test_a_layer_keeps_what_the_planner_counts(operations: tuple[str, ...], gate
     # The two norms' statistics, which the planner drops with `norm`, are kept: a number per token.
     statistics = 2 * 4 * SIZES["micro_batch"] * SIZES["seq_len"] * ("norm" in operations)
     assert kept == planned + statistics
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("operations", [(), ("attention",), ("norm", "mlp")], ids="+".join)
+def test_scores_in_memory_and_masks_are_kept_as_the_planner_counts(
+    operations: tuple[str, ...], dropout: float
+) -> None:
+    kept, planned = kept_and_planned(*operations, attention_kernel="unfused", dropout=dropout)
+    statistics = 2 * 4 * SIZES["micro_batch"] * SIZES["seq_len"] * ("norm" in operations)
+    causal_mask = SIZES["seq_len"] ** 2 * ("attention" not in operations)  # one for all heads and sequences
+    assert kept == planned + statistics + causal_mask

@@ -163,6 +163,32 @@ def test_bf16_keeps_masters_that_small_updates_move() -> None:
     assert result.grad_norm == pytest.approx(exact["norm"], rel=2e-2)
 
 
+def test_gradients_in_bf16_are_summed_in_bf16() -> None:
+    """Eight microbatches: each sum rounds by 2^-9 of its value at the most."""
+    wide, narrow = (
+        trainer_of(recipe={"precision": "bf16", "gradient_format": name, "zero": 0}) for name in ("fp32", "bf16")
+    )
+    batch = part_of(wide.run, 0, example_batches(wide.run))
+    one, other = wide.gradients(batch), narrow.gradients(batch)
+    assert narrow.data_parallel.held_bytes()["gradients"] == wide.data_parallel.held_bytes()["gradients"] / 2
+    assert other.loss == one.loss
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=5e-3)
+    exact = dict(wide.data_parallel.parameters())
+    for name, parameter in narrow.data_parallel.parameters():
+        expected = exact[name].grad
+        assert parameter.grad is not None
+        assert expected is not None
+        assert parameter.grad.dtype == torch.bfloat16
+        assert 0 < float((parameter.grad.float() - expected).norm() / expected.norm()) < 1e-2
+    before = exact["layers.0.mlp.up.weight"].detach().clone()
+    wide.update(one, 0.01)
+    narrow.update(other, 0.01)
+    after = dict(narrow.data_parallel.parameters())["layers.0.mlp.up.weight"].detach()
+    assert after.dtype == torch.float32
+    step = exact["layers.0.mlp.up.weight"].detach() - before
+    assert float((after - before - step).norm() / step.norm()) < 5e-2  # the first update is the gradient's sign
+
+
 def test_training_lowers_the_loss() -> None:
     trainer = trainer_of(recipe={"precision": "fp32"})
     batch = part_of(trainer.run, 0, example_batches(trainer.run))

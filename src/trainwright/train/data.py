@@ -31,6 +31,13 @@ class Batch:
     """Targets of the step over all ranks: what the summed loss is divided by."""
     documents_BS: list[torch.Tensor] | None = None
     """The number of each input's document in its sample, always of whole samples; None where all are seen."""
+    first_sample: int = 0
+    """Global number of the first sequence; the others of this rank follow it."""
+
+    def samples_B(self, microbatch: int) -> torch.Tensor:
+        """Global numbers of a microbatch's sequences."""
+        before = sum(len(each) for each in self.inputs_BS[:microbatch])
+        return torch.arange(len(self.inputs_BS[microbatch])) + (self.first_sample + before)
 
     def at(self, positions: torch.Tensor) -> "Batch":
         """The same samples at some of their positions alone."""
@@ -86,6 +93,7 @@ class PackedDataset:
             targets_BS=list(tokens[:, 1:].contiguous().split(micro_batch)),
             global_tokens=global_batch * self.seq_len,
             documents_BS=None if documents_BS is None else list(documents_BS.split(micro_batch)),
+            first_sample=first,
         )
 
 

@@ -11,16 +11,14 @@ from trainwright.spec.model import DenseMlp, ModelSpec
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
+TRAINED_KERNELS = ("flash", "unfused")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 MOST_BETA2_OF_BF16 = 1 - 2**-8
 """A second moment falls by 1 - beta2 at the most; bf16's spacing is up to 2^-7 of a value, of which half is
 rounded away."""
 TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp")
 TRAINED_CHOICES = {
-    "gradient_format": "fp32",
     "fused_accumulation": False,
-    "attention_kernel": "flash",
-    "dropout": 0.0,
     "cuda_graphs": "none",
     "capacity_factor": None,
     "expert_imbalance": 1.0,
@@ -51,6 +49,22 @@ def require_trainable(run: Run) -> None:
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
+    if recipe.attention_kernel not in TRAINED_KERNELS:
+        why = f"is planned but not trained yet; use {', '.join(TRAINED_KERNELS)}"
+        reject("recipe.attention_kernel", recipe.attention_kernel, why)
+    if recipe.dropout and recipe.attention_kernel != "unfused":
+        why = "is not trained yet with flash attention, which has no weights to drop; set attention_kernel=unfused"
+        reject("recipe.dropout", recipe.dropout, why)
+    if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
+        why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
+        reject("recipe.cp_method", recipe.cp_method, why)
+    if recipe.gradient_format == "bf16":
+        if recipe.precision != "bf16":
+            why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
+            reject("recipe.gradient_format", "bf16", why)
+        if recipe.zero >= 2 and layout.dp * layout.cp > recipe.dp_replicate:
+            why = f"is not trained yet with zero={recipe.zero}: shards are summed in fp32; use fp32 or zero=1"
+            reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
     if recipe.recompute == "selective":
         for operation in recipe.recompute_ops:

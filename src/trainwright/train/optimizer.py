@@ -14,10 +14,14 @@ CLIP_EPSILON = 1e-6
 """Beside the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
 
 
-def optimizer_of(choice: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """What moves `parameters`, given by name: PyTorch's AdamW where it can keep the moments, else ours."""
+def optimizer_of(
+    choice: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_dtype: torch.dtype
+) -> torch.optim.Optimizer:
+    """What moves `parameters`, given by name: PyTorch's AdamW where moments and gradients are in the parameters'
+    precision, else ours."""
     named = list(parameters)
-    if choice.name == "adamw" and choice.moments == "fp32":
+    are_alike = choice.moments == "fp32" and all(each.dtype == gradient_dtype for _, each in named)
+    if choice.name == "adamw" and are_alike:
         return adamw(choice, (parameter for _, parameter in named))
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
@@ -79,9 +83,14 @@ def squared_norm(parameters: Iterable[tuple[nn.Parameter, int]]) -> float:
         by_copies.setdefault(copies, []).append(local_of(parameter.grad))
     total = 0.0
     for copies, gradients in by_copies.items():
-        norms = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double()
+        norms = torch.stack([_norm(each) for each in gradients]).double()
         total += float((norms * norms).sum()) / copies
     return total
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """In fp32 at least: a sum of squares in bf16 would stand still."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from trainwright.train.data import Batch
 from trainwright.train.head_loss import HeadLoss
 from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import clip, optimizer_of, squared_norm
@@ -133,6 +134,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     """This rank's part of `run`, with initial weights."""
     layout, recipe, spec = run.layout, run.recipe, run.model
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
+    gradient = torch.bfloat16 if recipe.gradient_format == "bf16" else master
 
     # Pipeline first: it decides which layers exist here at all. On the meta device, as no rank may ever hold all.
     schedule = SCHEDULES[recipe.schedule]
@@ -154,9 +156,23 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
             piece.tie()
 
-    # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
+    dropping = None
+    if recipe.dropout:
+        # Under cp a rank has a contiguous part of the positions, which sequence parallelism cuts again, and inside
+        # the attention core a part of its tp rank's heads.
+        at = mesh.coordinate
+        dropping = Dropping(recipe.dropout, recipe.seed, torch.zeros(1, dtype=torch.int64))
+        dropping.head_part = at.tp * layout.cp + at.cp
+        dropping.sequence_part = at.cp * layout.tp + at.tp if recipe.sequence_parallel else at.cp
+
+    # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered. It
+    # wraps attention cores, and masks stand around what it wraps of a block.
     for piece in pieces:
+        if recipe.attention_kernel == "unfused":
+            use_unfused_cores(piece, dropping)
         apply_recompute(piece, recipe)
+        if dropping is not None:
+            drop_branches(piece, dropping)
 
     # Context parallelism around the attention cores, which recomputation may have wrapped.
     if layout.cp > 1:
@@ -169,11 +185,11 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
 
     if recipe.zero and mesh.dp_shard > 1:
         reshard = recipe.zero == 3 and recipe.reshard_after_forward
-        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, master, fill, reshard=reshard)
+        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, gradient, fill, reshard=reshard)
     else:
         for piece in pieces:
             fill(piece, piece, "")
-        data_parallel = Replicated(pieces, mesh, compute, clock, overlap=recipe.overlap.dp)
+        data_parallel = Replicated(pieces, mesh, compute, gradient, clock, overlap=recipe.overlap.dp)
 
     pipeline = Pipeline(
         pieces,
@@ -186,6 +202,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
         loss=loss,
+        dropping=dropping,
     )
-    optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters())
+    optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters(), gradient)
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

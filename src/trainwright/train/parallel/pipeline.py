@@ -24,6 +24,7 @@ from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.head_loss import HeadLoss
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.dropout import Dropping
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.transfers import Handover, Program, Transfer, programs
@@ -62,7 +63,7 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c] and stage placement[pp_rank][c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `loss` is what the last stage ends with.
+    `loss` is what the last stage ends with; `dropping` is told which sequences are under way.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pipeline:
         sequence_parallel: bool,
         overlap: bool,
         loss: HeadLoss,
+        dropping: Dropping | None,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         own = mesh.coordinate.pp
@@ -88,7 +90,7 @@ class Pipeline:
         self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
-        self._loss = loss
+        self._loss, self._dropping = loss, dropping
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
@@ -106,7 +108,7 @@ class Pipeline:
             elif step.kind == "W":
                 self._weight_gradient(step, state)
             else:
-                self._backward(step, state)
+                self._backward(step, state, batch)
         with self._clock.of("pp"):
             for _, work in state.leaving:
                 work.wait()
@@ -115,6 +117,7 @@ class Pipeline:
 
     def _forward(self, act: Act, state: InFlight, batch: Batch) -> None:
         piece, place = self._pieces[act.chunk], (act.microbatch, act.chunk)
+        self._tell(act, batch)
         if piece.is_first:
             x = batch.inputs_BS[act.microbatch].to(self._mesh.device)
         else:
@@ -137,10 +140,11 @@ class Pipeline:
                 output = piece(x, documents_BS)
         state.outputs[place] = output
 
-    def _backward(self, act: Act, state: InFlight) -> None:
+    def _backward(self, act: Act, state: InFlight, batch: Batch) -> None:
         """Of everything, or (kind I) of all but the weights."""
         piece, place = self._pieces[act.chunk], (act.microbatch, act.chunk)
         upstream = None if piece.is_last else self._arrived("B", act, state)
+        self._tell(act, batch)
         if act.kind == "B":
             is_last = self._is_last_backward(act.chunk, state)
             ends_round = place in self._round_ends
@@ -153,6 +157,11 @@ class Pipeline:
             gradient = state.inputs.pop(place).grad
             assert gradient is not None
             state.gradients[place] = gradient
+
+    def _tell(self, act: Act, batch: Batch) -> None:
+        """Before every act that runs layers, or runs them again."""
+        if self._dropping is not None:
+            self._dropping.samples_B = batch.samples_B(act.microbatch)
 
     def _weight_gradient(self, act: Act, state: InFlight) -> None:
         place = (act.microbatch, act.chunk)

@@ -4,9 +4,9 @@ Nothing is wrapped, so a single process runs the plain model at its own speed. G
 in the order in which backward finishes them; with overlap, each bucket leaves while backward goes on (PyTorch DDP,
 arXiv:2006.15704 s3.2).
 
-In bf16 the piece holds bf16 weights; fp32 masters and fp32 sums of the microbatches' gradients stand beside them
-(arXiv:1710.03740 s3.1). Norm weights under sequence parallelism have gradients that are partial sums over tp,
-which are added up here too, once per step.
+In bf16 the piece holds bf16 weights; fp32 masters stand beside them, and sums of the microbatches' gradients in
+fp32, or in bf16 where the recipe says so (arXiv:1710.03740 s3.1). Norm weights under sequence parallelism have
+gradients that are partial sums over tp, which are added up here too, once per step.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,9 +54,16 @@ class Replicated:
     """See the file's first paragraph. `overlap` lets buckets leave during the last backward pass."""
 
     def __init__(
-        self, pieces: list[Transformer], mesh: Mesh, compute_dtype: torch.dtype, clock: Clock, *, overlap: bool
+        self,
+        pieces: list[Transformer],
+        mesh: Mesh,
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        clock: Clock,
+        *,
+        overlap: bool,
     ) -> None:
-        self._mesh, self._clock, self._overlap = mesh, clock, overlap
+        self._mesh, self._clock, self._overlap, self._gradient_dtype = mesh, clock, overlap, gradient_dtype
         self._group = mesh.groups.get("dp_cp")
         self._is_last = dict.fromkeys(range(len(pieces)), False)
         self._slots = [
@@ -64,6 +71,7 @@ class Replicated:
         ]
         self._buckets = _buckets(self._slots) if self._group is not None else []
         for slot in self._slots:
+            slot.master.grad_dtype = gradient_dtype
             if slot.bucket is not None or slot.master is not slot.working:
                 slot.working.register_post_accumulate_grad_hook(self._finished(slot))
 
@@ -77,7 +85,8 @@ class Replicated:
     def held_bytes(self) -> dict[str, float]:
         masters = sum(bytes_of(slot.master) for slot in self._slots)
         working = sum(bytes_of(slot.working) for slot in self._slots if slot.working is not slot.master)
-        return {"parameters": float(masters + working), "gradients": float(masters)}
+        values = sum(local_of(slot.master).numel() for slot in self._slots)
+        return {"parameters": float(masters + working), "gradients": float(values * self._gradient_dtype.itemsize)}
 
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         self._is_last[piece] = is_last
@@ -119,7 +128,7 @@ class Replicated:
         @torch.no_grad()
         def hook(working: torch.Tensor) -> None:
             if slot.master is not slot.working:
-                _add_to_master(slot)
+                _add_to_master(slot, self._gradient_dtype)
             bucket = slot.bucket
             if bucket is None or not self._overlap or not self._is_last[slot.piece]:
                 return
@@ -182,15 +191,15 @@ def _gradient(slot: Slot) -> torch.Tensor:
     return local_of(slot.master.grad)
 
 
-def _add_to_master(slot: Slot) -> None:
-    """Move the working gradient into the master's, in the master's precision."""
+def _add_to_master(slot: Slot, dtype: torch.dtype) -> None:
+    """Move the working gradient into the master's, in the precision that gradients are summed in."""
     gradient = slot.working.grad
     assert gradient is not None
     slot.working.grad = None
     if slot.master.grad is not None:
         local_of(slot.master.grad).add_(local_of(gradient))
         return
-    local = local_of(gradient).to(slot.master.dtype)
+    local = local_of(gradient).to(dtype)
     if isinstance(gradient, DTensor):
         # Keeps the mark of a partial sum, which the layout of the master doesn't have.
         slot.master.grad = DTensor.from_local(

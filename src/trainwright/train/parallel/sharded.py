@@ -36,17 +36,17 @@ class Sharded:
         mesh: Mesh,
         zero: int,
         compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         fill: Fill,
         *,
         reshard: bool,
     ) -> None:
         self._mesh, self._zero = mesh, zero
         policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
+            param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False
         )
         self._whole_values = sum(local_of(each).numel() for piece in pieces for each in piece.parameters())
-        self._compute_bytes, self._master_bytes = compute_dtype.itemsize, master_dtype.itemsize
+        self._compute_bytes, self._gradient_bytes = compute_dtype.itemsize, gradient_dtype.itemsize
         axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
         submesh = mesh.submesh(*axes)
 
@@ -78,7 +78,7 @@ class Sharded:
     def held_bytes(self) -> dict[str, float]:
         shards = sum(bytes_of(parameter) for _, parameter in self.parameters())
         gathered = 0 if self._zero == 3 else self._whole_values * self._compute_bytes
-        gradients = self._whole_values * self._master_bytes if self._zero == 1 else shards
+        gradients = self._whole_values * self._gradient_bytes if self._zero == 1 else shards
         return {"parameters": float(shards + gathered), "gradients": float(gradients)}
 
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:

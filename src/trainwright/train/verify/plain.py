@@ -15,14 +15,16 @@ from torch import nn
 from trainwright.spec.run import Run
 from trainwright.train.data import IGNORED
 from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.initialize import initial_value
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.updates import MUON_MOMENTUM, RMS_OF_ADAMW, orthogonalized
 
 
 class Sample(NamedTuple):
-    """One sequence, (S) each."""
+    """One sequence, (S) each, and its number among those of all steps."""
 
+    number: int
     inputs_S: torch.Tensor
     targets_S: torch.Tensor
     documents_S: torch.Tensor | None = None
@@ -47,6 +49,10 @@ class PlainProgram:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.model = plain_model(run, torch.float64)
+        self._dropping = Dropping(run.recipe.dropout, run.recipe.seed, torch.zeros(1, dtype=torch.int64))
+        if run.recipe.dropout:
+            use_unfused_cores(self.model, self._dropping)
+            drop_branches(self.model, self._dropping)
         choice = run.recipe.optimizer
         hidden = [each for each in self.model.layers.parameters() if each.ndim >= 2]
         self._momentum = {each: torch.zeros_like(each) for each in hidden} if choice.name == "muon" else {}
@@ -66,7 +72,8 @@ class PlainProgram:
         """One step on all sequences of the global batch."""
         count = sum(int((each.targets_S != IGNORED).sum()) for each in samples)
         loss, extra = torch.zeros(2, dtype=torch.float64)
-        for inputs_S, targets_S, documents_S in samples:
+        for number, inputs_S, targets_S, documents_S in samples:
+            self._dropping.samples_B = torch.tensor([number])
             logits_BSV = self.model(inputs_S[None], None if documents_S is None else documents_S[None])
             loss = loss + summed_cross_entropy(logits_BSV, targets_S[None]) / count
             log_total_S = torch.logsumexp(logits_BSV[0], dim=-1)[targets_S != IGNORED]

@@ -34,7 +34,10 @@ class Subject:
         size = recipe.global_batch
         whole = self.dataset.batch(step, global_batch=size, micro_batch=size, dp_rank=0, dp=1)
         documents = [None] * size if whole.documents_BS is None else list(whole.documents_BS[0])
-        return [Sample(*each) for each in zip(whole.inputs_BS[0], whole.targets_BS[0], documents, strict=True)]
+        numbers = whole.samples_B(0).tolist()
+        return [
+            Sample(*each) for each in zip(numbers, whole.inputs_BS[0], whole.targets_BS[0], documents, strict=True)
+        ]
 
     def sharded_modules(self) -> Iterator[FSDPModule]:
         for piece in self.trainer.pieces:
