@@ -130,7 +130,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.schedule", "dualpipe"): {"layout.vpp": 2},
     ("recipe.schedule", "dualpipe_v"): {"layout.vpp": 2},
     ("recipe.dropout", 0.1): {"recipe.attention_kernel": "unfused"},
-    ("recipe.gradient_format", "bf16"): {"recipe.precision": "bf16"},
+    ("recipe.gradient_format", "bf16"): {"recipe.precision": "bf16", "recipe.zero": 0},
     ("recipe.recompute_layers", 1): {"recipe.recompute": "full"},
     **{
         ("recipe.recompute_ops", operations): {"recipe.recompute": "selective"}

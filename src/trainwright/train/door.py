@@ -62,8 +62,8 @@ def require_trainable(run: Run) -> None:
         if recipe.precision != "bf16":
             why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
             reject("recipe.gradient_format", "bf16", why)
-        if recipe.zero >= 2 and layout.dp * layout.cp > recipe.dp_replicate:
-            why = f"is not trained yet with zero={recipe.zero}: shards are summed in fp32; use fp32 or zero=1"
+        if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate:
+            why = f"is not trained yet with zero={recipe.zero}, which sums shards in fp32; use fp32 or zero=0"
             reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
     if recipe.recompute == "selective":
