@@ -8,7 +8,7 @@ from torch import nn
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
-from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.loss import summed_losses
 from trainwright.train.model.initialize import global_name, initial_value
 from trainwright.train.model.transformer import Transformer
 
@@ -126,10 +126,13 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     model = plain_model(run, torch.float64)
     choice = run.recipe.optimizer
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = trained_on = torch.zeros((), dtype=torch.float64)
+    later_weight = run.recipe.mtp_loss_weight / max(run.model.mtp_depth, 1)
     for inputs, targets in sequences:
-        loss = loss + summed_cross_entropy(model(inputs[None]), targets[None]) / count
-    loss.backward()
+        logits = model(inputs[None], inputs[None])
+        of_next, of_all = summed_losses(logits, targets[None], None, later_weight)
+        loss, trained_on = loss + of_next / count, trained_on + of_all / count
+    trained_on.backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
     decayed = [each for each in model.parameters() if each.ndim >= 2]

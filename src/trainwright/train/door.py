@@ -68,8 +68,6 @@ def _remedy(trained: object) -> str:
 
 
 def _require_model(spec: ModelSpec) -> None:
-    if spec.mtp_depth:
-        reject("model.mtp_depth", spec.mtp_depth, "is not trained yet; only 0 is")
     for layer in spec.layer_counts():
         if not isinstance(layer.mlp, DenseMlp):
             reject("model.layer_groups.pattern.mlp.kind", layer.mlp.kind, "is not trained yet; use dense")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from trainwright.train.clock import Clock
 from trainwright.train.collectives import all_gather
 from trainwright.train.data import IGNORED
+from trainwright.train.model.later_tokens import shifted
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,29 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(  # pyright: ignore[reportReturnType]
         logits_BSV.flatten(0, 1), targets_BS.flatten(), part
     )
+
+
+def summed_losses(
+    logits: torch.Tensor | tuple[torch.Tensor, ...],
+    targets_BS: torch.Tensor,
+    part: VocabularyPart | None,
+    later_weight: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed cross-entropy of the next token, and the loss that is trained on: that, and `later_weight` times
+    the sum of those of each later token that is predicted (arXiv:2412.19437 eq. 24 and 25).
+
+    Module k has at a position the target that the model has k positions further on in the same sequence; none at
+    the last k, and none where that is `IGNORED`. All are divided by one number, as in the paper: the next token's
+    count of targets, so that a module with fewer of them weighs less.
+    """
+    if isinstance(logits, torch.Tensor):
+        loss = summed_cross_entropy(logits, targets_BS, part)
+        return loss, loss
+    loss = total = summed_cross_entropy(logits[0], targets_BS, part)
+    for further, logits_BSV in enumerate(logits[1:], 1):
+        later = summed_cross_entropy(logits_BSV, shifted(targets_BS, further, filler=IGNORED), part)
+        total = total + later_weight * later
+    return loss, total
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

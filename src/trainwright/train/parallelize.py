@@ -50,7 +50,7 @@ class StepResult:
     """Of one step, the same on every rank and layout."""
 
     loss: float
-    """Mean cross-entropy over the step's targets of all ranks, in nats."""
+    """Mean cross-entropy over the step's targets of all ranks, in nats; of the next token alone."""
     grad_norm: float
     """Of the whole gradient before clipping."""
 
@@ -104,8 +104,9 @@ class Trainer:
             self.data_parallel.after_update()
 
     def tied_across_stages(self) -> nn.Parameter | None:
-        """The tied tensor, on the two stages that both hold a copy of it."""
-        if not self.run.model.tied_embeddings or self.mesh.layout.pp == 1:
+        """The embedding's table, on the two stages that both hold a copy of it: for a tied head, or for the tokens
+        of multi-token prediction."""
+        if not self.run.model.embeds_last or self.mesh.layout.pp == 1:
             return None
         for name, parameter in self.data_parallel.parameters():
             if global_name(self.run.model, name) == "embedding.weight":
@@ -162,6 +163,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
         vocabulary=vocabulary,
+        later_weight=recipe.mtp_loss_weight / max(spec.mtp_depth, 1),
     )
     optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
     return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)

@@ -1,8 +1,9 @@
-"""The whole model on one page: embedding, layers, norm, head.
+"""The whole model on one page: embedding, layers, norm, head, and what predicts later tokens.
 
 A `Transformer` may be a piece: a run of layers, with the embedding only at the front and norm and head only at
-the back. All pieces of a model name their parameters as the whole one does, so that a parameter's name means the
-same everywhere (initial weights, checkpoints, tests).
+the back; where there is multi-token prediction, the back has the embedding too. All pieces of a model name their
+parameters as the whole one does, so that a parameter's name means the same everywhere (initial weights,
+checkpoints, tests).
 """
 
 import math
@@ -12,6 +13,7 @@ from torch import nn
 
 from trainwright.spec.model import ModelSpec
 from trainwright.train.model.functions import softcapped
+from trainwright.train.model.later_tokens import LaterToken, shifted
 from trainwright.train.model.layers import Layer, Norm
 from trainwright.train.model.rotary import Rotary
 
@@ -30,8 +32,9 @@ class Positions(nn.Module):
 class Transformer(nn.Module):
     """Layers `layers` of a decoder-only transformer; all of them, with both ends, unless told otherwise.
 
-    Takes tokens (B, S) where it has the embedding, else activations (B, S, D); gives logits (B, S, V) where it
-    has the head, else activations.
+    Takes tokens (B, S) where it is first, else activations (B, S, D); gives logits (B, S, V) where it is last,
+    else activations. With multi-token prediction the last piece takes the tokens too, and gives the logits of the
+    next token and those of each later one.
     """
 
     def __init__(
@@ -44,11 +47,14 @@ class Transformer(nn.Module):
         self.spec = spec
         self.is_first = layers.start == 0 if first is None else first
         self.is_last = layers.stop == spec.num_layers if last is None else last
-        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if self.is_first else None
+        embeds = self.is_first or (self.is_last and spec.mtp_depth > 0)
+        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if embeds else None
         self.positions = Positions(spec) if self.is_first and spec.learned_positions else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
         self.norm = Norm(spec, spec.d_model) if self.is_last else None
         self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
+        depth = spec.mtp_depth if self.is_last else 0
+        self.later = nn.ModuleDict({str(number): LaterToken(spec) for number in range(depth)})
         self.rotary = None if spec.rope is None else Rotary(spec.rope)
         self.local_rotary = None
         if spec.rope is not None and spec.rope.local_theta is not None:
@@ -61,21 +67,36 @@ class Transformer(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_BSD = x if self.embedding is None else self._embedded(x)
+    def forward(
+        self, x: torch.Tensor, tokens_BS: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        x_BSD = self._embedded(x) if self.is_first else x
+        if self.positions is not None:
+            x_BSD = self.positions(x_BSD)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self._rotary_of(layer))
-        if self.norm is None or self.head is None:
+        if self.norm is None:
             return x_BSD
-        logits_BSV = self.head(self.norm(x_BSD))
-        return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
+        logits_BSV = self._logits(self.norm(x_BSD))
+        if not self.later:
+            return logits_BSV
+        assert tokens_BS is not None
+        of_each = [logits_BSV]
+        for number, module in enumerate(self.later.values()):
+            token_BSD = self._embedded(shifted(tokens_BS, number + 1, filler=0))
+            x_BSD, normed_BSD = module(x_BSD, token_BSD, self._rotary_of(module.layer))
+            of_each.append(self._logits(normed_BSD))
+        return tuple(of_each)
 
     def _embedded(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None
         x_BSD = self.embedding(tokens_BS)
-        if self.spec.scaled_embedding:
-            x_BSD = x_BSD * math.sqrt(self.spec.d_model)
-        return x_BSD if self.positions is None else self.positions(x_BSD)
+        return x_BSD * math.sqrt(self.spec.d_model) if self.spec.scaled_embedding else x_BSD
+
+    def _logits(self, normed_BSD: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        logits_BSV = self.head(normed_BSD)
+        return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
 
     def _rotary_of(self, layer: nn.Module) -> Rotary | None:
         """Layers with a sliding window may turn by frequencies of their own (Gemma 3)."""

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from trainwright.spec.schedule import Act, Rows, round_ends
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
-from trainwright.train.loss import VocabularyPart, summed_cross_entropy
+from trainwright.train.loss import VocabularyPart, summed_losses
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
@@ -54,7 +54,8 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `vocabulary` is this rank's part of the logits, where tp cuts them.
+    `vocabulary` is this rank's part of the logits, where tp cuts them; `later_weight` is that of the loss of each
+    later token, in multi-token prediction.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Pipeline:
         sequence_parallel: bool,
         overlap: bool,
         vocabulary: VocabularyPart | None,
+        later_weight: float,
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         self._program: Program = programs(rows, mesh.layout.vpp)[mesh.coordinate.pp]
@@ -76,7 +78,7 @@ class Pipeline:
         self._num_microbatches = sum(act.kind == "F" for act in rows[0]) // mesh.layout.vpp
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.tp if sequence_parallel else 1
-        self._vocabulary = vocabulary
+        self._vocabulary, self._later_weight = vocabulary, later_weight
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the
@@ -105,11 +107,11 @@ class Pipeline:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
         with self._clock.of("compute"):
-            output = piece(x)
+            output = piece(x, batch.inputs_BS[act.microbatch].to(self._mesh.device)) if piece.later else piece(x)
             if piece.is_last:
                 targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
-                output = summed_cross_entropy(output, targets_BS, self._vocabulary)
-                state.loss_sum += output.detach()
+                loss, output = summed_losses(output, targets_BS, self._vocabulary, self._later_weight)
+                state.loss_sum += loss.detach()
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
                 output = output / batch.global_tokens
         state.outputs[place] = output

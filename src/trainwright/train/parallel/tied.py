@@ -1,4 +1,5 @@
-"""One tensor on two stages: a tied embedding and head at the two ends of the pipeline.
+"""One tensor on two stages: an embedding at the front of the pipeline that the back reads too, as its head or for
+multi-token prediction.
 
 Both ends hold a copy with the same initial value. Summing the two gradients on both keeps the copies equal
 (Megatron-LM's embedding group). The tensor counts once in the norm, on the first stage.
