@@ -73,6 +73,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "recipe.z_loss": (1e-4,),
     "recipe.capacity_factor": (1.0, 1.5),
     "recipe.expert_imbalance": (1.5,),
+    "recipe.mtp_loss_weight": (0.1,),
     "recipe.grad_clip": (0.0,),
     "recipe.seed": (1,),
     "recipe.optimizer.lr": (1e-3,),
@@ -141,6 +142,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.activations_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.overlap.dp", False): {"recipe.zero": 0},
+    ("recipe.mtp_loss_weight", 0.1): {"model.mtp_depth": 1},
     **{
         (f"model.rope.scaling.{field}", value): {"model.rope.scaling.kind": "yarn"}
         for field, value in (
@@ -181,6 +183,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.loss_kernel": None,
     "recipe.loss_chunks": None,
     "recipe.z_loss": None,
+    "recipe.mtp_loss_weight": None,
     "recipe.grad_clip": None,
     "recipe.seed": None,
     **{
@@ -212,6 +215,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "model.parallel_residual": None,
     "model.scaled_embedding": None,
     "model.logit_softcap": None,
+    "model.mtp_depth": None,
     "model.rope": None,
     "model.learned_positions": None,
     "model.max_positions": None,

@@ -46,6 +46,12 @@ YARN = {
 LATENT = {"kind": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "d_nope": 8, "d_rope": 4, "d_value": 8}
 MLA = {"attention": LATENT, "model": {"rope": YARN}}
 MLA_V2_LITE = {"attention": {**LATENT, "q_lora_rank": None, "d_value": 16}, "model": {"norm": "layernorm"}}
+MTP = {"model": {"mtp_depth": 1}}
+MTP_OF_THREE = {
+    **MLA,
+    "model": {"mtp_depth": 3, "tied_embeddings": True, "head_bias": True},
+    "recipe": {"mtp_loss_weight": 0.7},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo 2": OLMO_2,
     "gemma 2": GEMMA_2,
@@ -55,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,
     "mla": MLA,
     "mla without a latent of queries": MLA_V2_LITE,
+    "mtp": MTP,
+    "mtp of three": MTP_OF_THREE,
 }
 LAYERNORM_OVER_HEADS = {"model": {"norm": "layernorm"}, "attention": ALL_HEADS}
 HEAD_BIAS = {"model": {"head_bias": True}}
@@ -78,6 +86,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "sinks and cap": SINKS_AND_CAP,
         "sinks and window, selective recompute": on(SINKS_AND_WINDOW, recipe={"recompute": "selective"}),
         "gemma 2, selective recompute": on(GEMMA_2, recipe={"recompute": "selective"}),
+        "mtp, ignored targets": on(MTP_OF_THREE, ignored=True, recipe={"micro_batch": 2}),
+        "mtp of no weight": on(MTP, recipe={"mtp_loss_weight": 0.0}),
     },
     2: {
         **{f"tp {name}": on(case, tp=2) for name, case in FAMILIES.items()},
@@ -98,6 +108,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp mla, full recompute": on(MLA, tp=2, recipe={"recompute": "full"}),
         "tp mla, selective recompute": on(MLA, tp=2, recipe={"recompute": "selective"}),
         "tp mla, sliding window": on(MLA, tp=2, attention={"sliding_window": 5}),
+        **{f"dp zero {zero} mtp": on(MTP_OF_THREE, dp=2, recipe={"zero": zero}) for zero in (1, 3)},
+        "dp mtp, ignored targets": on(MTP_OF_THREE, dp=2, ignored=True),
+        "tp mtp, ignored targets": on(MTP, tp=2, ignored=True),
+        "tp mtp, full recompute": on(MTP_OF_THREE, tp=2, recipe={"recompute": "full"}),
+        "pp mtp, all layers on the first stage": on(MTP, pp=2, stage_layers=[4, 0]),
+        "pp interleaved mtp": on(MTP_OF_THREE, pp=2, vpp=2, recipe=INTERLEAVED),
         "dp zero 3 gpt-2": on(GPT_2, dp=2, recipe={"zero": 3}),
         "dp zero 1 gemma 2": on(GEMMA_2, dp=2, recipe={"zero": 1}),
     },
@@ -118,10 +134,18 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp mla": on(MLA, tp=4),
         "tp mla without sequence parallelism": on(MLA, tp=4, recipe=NO_SP),
         **{f"tp x dp zero {zero} mla": on(MLA, tp=2, dp=2, recipe={"zero": zero}) for zero in range(4)},
+        "tp x pp mtp": on(MTP, tp=2, pp=2),
+        "tp x pp mtp without sequence parallelism": on(MTP_OF_THREE, tp=2, pp=2, recipe=NO_SP),
+        **{f"dp x pp mtp zero {zero}": on(MTP, dp=2, pp=2, recipe={"zero": zero}) for zero in range(4)},
+        "dp x pp interleaved mtp zero 2, ignored targets": on(
+            MTP_OF_THREE, dp=2, pp=2, vpp=2, recipe={"zero": 2, **INTERLEAVED}, ignored=True
+        ),
+        "tp x dp zero 3 mtp": on(MTP_OF_THREE, tp=2, dp=2, recipe={"zero": 3, "recompute": "full"}),
         "tp x pp mla": on(MLA, tp=2, pp=2),
     },
     8: {
         "tp x pp x dp zero 1 gemma 2": on(GEMMA_2, tp=2, pp=2, dp=2, recipe={"zero": 1}),
+        "tp x pp x dp zero 2 mtp": on(MTP_OF_THREE, tp=2, pp=2, dp=2, recipe={"zero": 2}),
         "tp x pp x dp zero 3 mla": on(MLA, tp=2, pp=2, dp=2, recipe={"zero": 3}),
         "tp x pp x dp zero 3 gpt-2": on(GPT_2, tp=2, pp=2, dp=2, recipe={"zero": 3}),
     },

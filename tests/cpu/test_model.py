@@ -117,7 +117,8 @@ def compare(theirs: torch.nn.Module, spec: ModelSpec) -> None:
 )
 def test_parameters_are_those_of_the_spec(fields: dict) -> None:
     run = example_run(**fields)
-    assert sum(each.numel() for each in Transformer(run.model).parameters()) == run.model.params
+    count = sum(each.numel() for each in Transformer(run.model).parameters())
+    assert count == run.model.params + run.model.mtp_params
 
 
 def test_pieces_are_the_whole_model() -> None:

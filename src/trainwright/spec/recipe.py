@@ -132,6 +132,9 @@ class Recipe(Noun):
     """What an MLP's activation reads is kept for backward in the low format, and of the attention's output no cast
     copy beside it (as DeepSeek-V3 does, arXiv:2412.19437 s3.3.3)."""
     schedule: ScheduleName = "1f1b"
+    mtp_loss_weight: NonNegative = 0.3
+    """Of the losses of multi-token prediction, all together, beside the next token's (lambda of DeepSeek-V3,
+    arXiv:2412.19437 s4.2)."""
     grad_clip: NonNegative = 1.0
     """Largest norm of the whole gradient, over all axes; 0 leaves the gradient as it is."""
     optimizer: Optimizer = Optimizer()

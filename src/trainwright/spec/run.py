@@ -190,6 +190,13 @@ def require_meaning(recipe: Recipe, model: ModelSpec) -> None:
                 reject(f"recipe.{field}", value, f"is of experts, and {model.name} has none; leave it out")
         if recipe.overlap.ep:
             reject("recipe.overlap.ep", True, f"is of experts, and {model.name} has none; leave it out")
+    weight = recipe.mtp_loss_weight
+    if not model.mtp_depth and weight != Recipe.model_fields["mtp_loss_weight"].default:
+        reject(
+            "recipe.mtp_loss_weight",
+            weight,
+            f"is of multi-token prediction, and {model.name} has none; leave it out",
+        )
     if recipe.recompute_layers is not None and recipe.recompute_layers > model.num_layers:
         reject("recipe.recompute_layers", recipe.recompute_layers, f"{model.name} has {model.num_layers} layers")
     if recipe.recompute == "selective":

@@ -58,6 +58,13 @@ def require_trainable(run: Run) -> None:
     if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
         why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
         reject("recipe.cp_method", recipe.cp_method, why)
+    if run.model.mtp_depth:
+        if layout.cp > 1:
+            why = "is not trained yet with multi-token prediction, which reads tokens further on; set layout.cp=1"
+            reject("layout.cp", layout.cp, why)
+        if recipe.attention_kernel == "unfused":
+            why = "is not trained yet with multi-token prediction; use flash"
+            reject("recipe.attention_kernel", recipe.attention_kernel, why)
     if recipe.gradient_format == "bf16":
         if recipe.precision != "bf16":
             why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
@@ -104,8 +111,6 @@ def _remedy(trained: object) -> str:
 
 
 def _require_model(spec: ModelSpec) -> None:
-    if spec.mtp_depth:
-        reject("model.mtp_depth", spec.mtp_depth, "is not trained yet; only 0 is")
     for layer in spec.layer_counts():
         if not isinstance(layer.mlp, DenseMlp):
             reject("model.layer_groups.pattern.mlp.kind", layer.mlp.kind, "is not trained yet; use dense")

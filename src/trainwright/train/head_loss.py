@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainwright.train.data import IGNORED
 from trainwright.train.loss import (
     Terms,
     VocabularyPart,
@@ -31,6 +32,7 @@ from trainwright.train.loss import (
     terms_of,
 )
 from trainwright.train.model.functions import softcapped
+from trainwright.train.model.later_tokens import shifted
 from trainwright.train.parallel.crossing import Crossing
 
 BLOCK_VALUES = 2**18
@@ -47,14 +49,32 @@ class HeadLoss:
     z_loss: float = 0.0
     softcap: float | None = None
     """Logits are capped by it (`functions.softcapped`)."""
+    later_weight: float = 0.0
+    """Of the loss of each later token, in multi-token prediction."""
     part: VocabularyPart | None = None
     edge: Crossing | None = None
 
     def __call__(
+        self, head: nn.Linear, read: list[torch.Tensor], targets_BS: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is minimised, `scale` being one over the step's targets, and the summed cross-entropy of the next
+        token alone (`loss.loss_of_logits`); both the same on every rank of a tp group.
+
+        `read` is what the head reads for the next token, and then for each later one, whose losses are added with
+        their weight (arXiv:2412.19437 eq. 24 and 25). Module k has at a position the target that the model has k
+        positions further on in the same sequence; none at the last k, and none where that is `IGNORED`. All are
+        divided by one number, as in the paper: a module with fewer targets weighs less.
+        """
+        objective, entropy = self._of_one(head, read[0], targets_BS, scale)
+        for further, x_BSD in enumerate(read[1:], 1):
+            targets = shifted(targets_BS, further, filler=IGNORED)
+            later, _ = self._of_one(head, x_BSD, targets, scale * self.later_weight)
+            objective = objective + later
+        return objective, entropy
+
+    def _of_one(
         self, head: nn.Linear, x_BSD: torch.Tensor, targets_BS: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is minimised, `scale` being one over the step's targets, and the summed cross-entropy alone
-        (`loss.loss_of_logits`); both the same on every rank of a tp group."""
         if self.chunks > 1:
             weight_VD, bias_V = _own(head.weight), None if head.bias is None else _own(head.bias)
             return _LossInChunks.apply(  # pyright: ignore[reportReturnType]

@@ -55,7 +55,7 @@ class StepResult:
     """Of one step, the same on every rank and layout."""
 
     loss: float
-    """Mean cross-entropy over the step's targets of all ranks, in nats."""
+    """Mean cross-entropy over the step's targets of all ranks, in nats; of the next token alone."""
     grad_norm: float
     """Of the whole gradient before clipping."""
 
@@ -89,11 +89,13 @@ class Trainer:
         tied = self.tied_across_stages()
         if tied:
             sum_over_ends(tied, self.mesh, self.clock)
+        # Of a table that is held twice, one copy counts: on the rank of the first stage.
+        again = tied[1:] if any(piece.is_first for piece in self.pieces) else tied
         with self.clock.of("optimizer"):
             share = squared_norm(
                 (parameter, copies_of(parameter) * self.data_parallel.copies() * twins)
-                for name, parameter in self.data_parallel.parameters()
-                if not (tied and name == "head.weight")
+                for _, parameter in self.data_parallel.parameters()
+                if not any(parameter is copy for copy in again)
             )
         # One small collective for both: all ranks of a tp group hold the same loss, so each gives its part. Ranks
         # that are early wait here for the others, in a pipeline for the stages that finish last.
@@ -120,8 +122,9 @@ class Trainer:
         return layout.pp * layout.vpp // schedule.num_stages(layout.pp, layout.vpp)
 
     def tied_across_stages(self) -> list[nn.Parameter]:
-        """This rank's copies of the tensor that first and last stage share, where they are two stages."""
-        if not self.run.model.tied_embeddings or self.mesh.layout.pp == 1:
+        """This rank's copies of the embedding's table, where first and last stage are two and both have one: for a
+        tied head, or for the tokens of multi-token prediction."""
+        if not self.run.model.embeds_last or self.mesh.layout.pp == 1:
             return []
         return [
             parameter
@@ -146,7 +149,13 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         pieces = [Transformer(spec, stages[stage], first=stage == 0, last=stage == ends) for stage in own]
 
     # Tensor parallelism next: it changes the shapes that others shard. It replaces parameters, so tie again.
-    loss = HeadLoss(recipe.loss_kernel == "fused", recipe.loss_chunks, recipe.z_loss, spec.logit_softcap)
+    loss = HeadLoss(
+        fused=recipe.loss_kernel == "fused",
+        chunks=recipe.loss_chunks,
+        z_loss=recipe.z_loss,
+        softcap=spec.logit_softcap,
+        later_weight=recipe.mtp_loss_weight / max(spec.mtp_depth, 1),
+    )
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)

@@ -1,18 +1,21 @@
-"""The whole model on one page: embedding, layers, norm, head.
+"""The whole model on one page: embedding, layers, norm, head, and what predicts later tokens.
 
 A `Transformer` may be a piece: a run of layers, with the embedding only at the front and norm and head only at
-the back. All pieces of a model name their parameters as the whole one does, so that a parameter's name means the
-same everywhere (initial weights, checkpoints, tests).
+the back; where there is multi-token prediction, the back has the embedding too. All pieces of a model name their
+parameters as the whole one does, so that a parameter's name means the same everywhere (initial weights,
+checkpoints, tests).
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainwright.spec.model import ModelSpec
 from trainwright.train.model.functions import softcapped
+from trainwright.train.model.later_tokens import LaterToken, shifted
 from trainwright.train.model.layers import Layer, Norm
 from trainwright.train.model.rotary import Rotary
 
@@ -38,8 +41,9 @@ class Positions(nn.Module):
 class Transformer(nn.Module):
     """Layers `layers` of a decoder-only transformer; all of them, with both ends, unless told otherwise.
 
-    Takes tokens (B, S) where it has the embedding, else activations (B, S, D); gives logits (B, S, V) where it
-    has the head, else activations.
+    Takes tokens (B, S) where it is first, else activations (B, S, D); gives logits (B, S, V) where it is last,
+    else activations. With multi-token prediction the last piece takes the tokens too, and gives the logits of the
+    next token and those of each later one.
     """
 
     def __init__(
@@ -52,11 +56,14 @@ class Transformer(nn.Module):
         self.spec = spec
         self.is_first = layers.start == 0 if first is None else first
         self.is_last = layers.stop == spec.num_layers if last is None else last
-        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if self.is_first else None
+        embeds = self.is_first or (self.is_last and spec.mtp_depth > 0)
+        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model) if embeds else None
         self.positions = Positions(spec) if self.is_first and spec.learned_positions else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
         self.norm = Norm(spec, spec.d_model) if self.is_last else None
         self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
+        depth = spec.mtp_depth if self.is_last else 0
+        self.later = nn.ModuleDict({str(number): LaterToken(spec) for number in range(depth)})
         self.rotary = None if spec.rope is None else Rotary(spec.rope)
         self.local_rotary = None
         if spec.rope is not None and spec.rope.local_theta is not None:
@@ -73,26 +80,39 @@ class Transformer(nn.Module):
         self,
         x: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
-        loss: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """documents_BS: the number of each token's document, where tokens see their own alone. With `loss`, what
-        it makes of the head and its input, in place of logits."""
-        x_BSD = x if self.embedding is None else self._embedded(x)
+        tokens_BS: torch.Tensor | None = None,
+        loss: Callable[[nn.Linear, list[torch.Tensor]], Any] | None = None,
+    ) -> Any:
+        """documents_BS: the number of each token's document, where tokens see their own alone. tokens_BS: for
+        multi-token prediction. With `loss`, what it makes of the head and what the head reads, in place of
+        logits."""
+        x_BSD = self._embedded(x) if self.is_first else x
+        if self.positions is not None:
+            x_BSD = self.positions(x_BSD)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self._rotary_of(layer), documents_BS)
         if self.norm is None or self.head is None:
             return x_BSD
+        read = [self.norm(x_BSD)]
+        for number, module in enumerate(self.later.values()):
+            assert tokens_BS is not None
+            token_BSD = self._embedded(shifted(tokens_BS, number + 1, filler=0))
+            x_BSD, normed_BSD = module(x_BSD, token_BSD, self._rotary_of(module.layer), documents_BS)
+            read.append(normed_BSD)
         if loss is not None:
-            return loss(self.head, self.norm(x_BSD))
-        logits_BSV = self.head(self.norm(x_BSD))
-        return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
+            return loss(self.head, read)
+        logits = tuple(self._logits(each_BSD) for each_BSD in read)
+        return logits if self.later else logits[0]
 
     def _embedded(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None
         x_BSD = self.embedding(tokens_BS)
-        if self.spec.scaled_embedding:
-            x_BSD = x_BSD * math.sqrt(self.spec.d_model)
-        return x_BSD if self.positions is None else self.positions(x_BSD)
+        return x_BSD * math.sqrt(self.spec.d_model) if self.spec.scaled_embedding else x_BSD
+
+    def _logits(self, normed_BSD: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        logits_BSV = self.head(normed_BSD)
+        return logits_BSV if self.spec.logit_softcap is None else softcapped(logits_BSV, self.spec.logit_softcap)
 
     def _rotary_of(self, layer: nn.Module) -> Rotary | None:
         """Layers with a sliding window may turn by frequencies of their own (Gemma 3)."""

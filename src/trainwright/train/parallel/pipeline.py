@@ -134,7 +134,8 @@ class Pipeline:
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
                 scale = 1 / batch.global_tokens
                 loss = partial(self._loss, targets_BS=targets_BS, scale=scale)
-                output, entropy = piece(x, documents_BS, loss)
+                tokens_BS = batch.inputs_BS[act.microbatch].to(self._mesh.device) if piece.later else None
+                output, entropy = piece(x, documents_BS, tokens_BS, loss)
                 state.loss_sum += entropy
             else:
                 output = piece(x, documents_BS)

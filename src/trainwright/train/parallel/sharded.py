@@ -57,6 +57,8 @@ class Sharded:
         for piece in pieces:
             for name, layer in piece.layers.items():
                 shard(piece, layer, f"layers.{name}.")
+            for name, module in piece.later.items():
+                shard(piece, module, f"later.{name}.")
             shard(piece, piece, "")
             for module in _sharded_modules(piece):
                 module.set_gradient_divide_factor(1.0)

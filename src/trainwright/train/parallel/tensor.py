@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from trainwright.train.model.latent import Latent
+from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Attention, Layer, Mlp
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Positions, Transformer
@@ -45,6 +46,12 @@ def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossi
             for block in ("attention", "mlp")
         }
         _cut_layer(layer, mesh, edges, outside)
+    for module in piece.later.values():
+        assert isinstance(module, LaterToken)
+        for norm in (module.hidden_norm, module.token_norm, module.norm):
+            _keep(norm, mesh, WHOLE, outside)
+        _keep_whole(module.join, mesh, outside)
+        _cut_layer(module.layer, mesh, {"attention": crossing, "mlp": crossing}, outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
     if piece.positions is not None:

@@ -1,8 +1,9 @@
-"""One tensor in two places: a tied embedding and head at the two ends of the pipeline.
+"""One tensor in two places: an embedding at the front of the pipeline that the back reads too, as its head or for
+multi-token prediction.
 
 Each end is a piece with a copy of its own, with the same initial value. The ends stand on two ranks, or as two
 chunks on one rank where the pipeline is a V or goes both ways. Giving both copies the sum of both gradients keeps
-them equal (Megatron-LM's embedding group). The tensor counts once in the norm, as the embedding.
+them equal (Megatron-LM's embedding group). The tensor counts once in the norm.
 """
 
 import torch.distributed as dist

@@ -17,6 +17,7 @@ from trainwright.train.data import IGNORED
 from trainwright.train.loss import summed_cross_entropy
 from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.initialize import initial_value
+from trainwright.train.model.later_tokens import shifted
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.updates import MUON_MOMENTUM, RMS_OF_ADAMW, orthogonalized
 
@@ -72,12 +73,21 @@ class PlainProgram:
         """One step on all sequences of the global batch."""
         count = sum(int((each.targets_S != IGNORED).sum()) for each in samples)
         loss, extra = torch.zeros(2, dtype=torch.float64)
+        recipe = self._run.recipe
         for number, inputs_S, targets_S, documents_S in samples:
             self._dropping.samples_B = torch.tensor([number])
-            logits_BSV = self.model(inputs_S[None], None if documents_S is None else documents_S[None])
-            loss = loss + summed_cross_entropy(logits_BSV, targets_S[None]) / count
-            log_total_S = torch.logsumexp(logits_BSV[0], dim=-1)[targets_S != IGNORED]
-            extra = extra + self._run.recipe.z_loss * (log_total_S**2).sum() / count
+            documents_BS = None if documents_S is None else documents_S[None]
+            logits = self.model(inputs_S[None], documents_BS, inputs_S[None])
+            of_each = logits if isinstance(logits, tuple) else (logits,)
+            for further, logits_BSV in enumerate(of_each):
+                targets_BS = shifted(targets_S[None], further, filler=IGNORED)
+                entropy = summed_cross_entropy(logits_BSV, targets_BS) / count
+                log_total_T = torch.logsumexp(logits_BSV, dim=-1)[targets_BS != IGNORED]
+                penalty = recipe.z_loss * (log_total_T**2).sum() / count
+                if further == 0:
+                    loss, extra = loss + entropy, extra + penalty
+                else:
+                    extra = extra + (entropy + penalty) * recipe.mtp_loss_weight / self._run.model.mtp_depth
         self.model.zero_grad()
         (loss + extra).backward()
         named = list(self.model.named_parameters())
