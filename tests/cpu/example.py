@@ -9,8 +9,11 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
 from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.model.experts import mixtures, set_routing
 from trainwright.train.model.initialize import global_name, initial_value
+from trainwright.train.model.routing import moved_bias
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.optimizer import is_decayed
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -116,12 +119,24 @@ def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(run.model, run.recipe.seed, name, parameter.shape, dtype))
     model.tie()
+    set_routing(model, run.recipe)
     return model
 
 
+@torch.no_grad()
+def steer(model: nn.Module) -> None:
+    """Set balance biases, which begin at zero, to values that change the choice of experts, by layer."""
+    for name, mixture in mixtures(model):
+        if mixture.balance_bias is not None:
+            experts = mixture.mlp.num_experts
+            place_X = (torch.arange(experts) * 5 + int(name.split(".")[1])) % experts
+            mixture.balance_bias.copy_(place_X * (0.06 / experts))
+
+
 def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """What a textbook program gets: loss, gradients, norm and weights after one step, in float64."""
+    """What a textbook program gets: loss, gradients, norm, weights and balance biases after one step, in float64."""
     model = plain_model(run, torch.float64)
+    steer(model)
     choice = run.recipe.optimizer
     count = sum(int((targets != -100).sum()) for _, targets in sequences)
     loss = torch.zeros((), dtype=torch.float64)
@@ -130,8 +145,8 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     loss.backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.recipe.grad_clip or float("inf"))
-    decayed = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    decayed = [each for name, each in model.named_parameters() if is_decayed(name, each)]
+    others = [each for name, each in model.named_parameters() if not is_decayed(name, each)]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": choice.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=choice.lr,
@@ -141,7 +156,18 @@ def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     )
     optimizer.step()
     weights = {name: each.detach().clone() for name, each in model.named_parameters()}
-    return {"loss": float(loss.detach()), "gradients": gradients, "norm": float(norm), "weights": weights}
+    biases = {
+        name: moved_bias(mixture.balance_bias, mixture.load_X, run.recipe.balance_rate)
+        for name, mixture in mixtures(model)
+        if mixture.balance_bias is not None
+    }
+    return {
+        "loss": float(loss.detach()),
+        "gradients": gradients,
+        "norm": float(norm),
+        "weights": weights,
+        "biases": biases,
+    }
 
 
 def whole_name(run: Run, name: str) -> str:

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from example import example_batches, example_run, part_of, plain_step, whole_name
+import parity_moe
+from example import example_batches, example_run, part_of, plain_step, steer, whole_name
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
 from trainwright.train.mesh import Mesh, build_mesh, leave
+from trainwright.train.model.experts import mixtures
 from trainwright.train.parallelize import Trainer, parallelize
 
 MHA, MQA = {"num_kv_heads": 4}, {"num_kv_heads": 1}
@@ -261,6 +263,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+for world, cases in parity_moe.CASES.items():
+    CASES[world] |= cases
+
+
 def without_dp_reduction(trainer: Trainer) -> None:
     trainer.data_parallel.reduce = lambda: None  # type: ignore[method-assign]
 
@@ -283,6 +289,10 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
 }
 
 
+for world, controls in parity_moe.CONTROLS.items():
+    CONTROLS[world] = CONTROLS.get(world, {}) | controls
+
+
 def stands_where_the_layout_says(mesh: Mesh) -> None:
     """Groups and DeviceMesh say the same of who is whose neighbour; a rank at the wrong place of an axis would go
     unnoticed in the numbers."""
@@ -303,6 +313,8 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
     stands_where_the_layout_says(mesh)
     trainer = parallelize(run.check(), mesh, Clock())
+    for piece in trainer.pieces:
+        steer(piece)
     if spoil is not None:
         spoil(trainer)
     sequences = example_batches(run, ignored=ignored)
@@ -324,13 +336,26 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     for name, parameter in trainer.data_parallel.parameters():
         error = relative_error(parameter, expected["weights"][whole_name(run, name)])
         errors["weights"] = max(errors["weights"], error)
+    for name, mixture in (each for piece in trainer.pieces for each in mixtures(piece)):
+        if mixture.balance_bias is not None:
+            error = relative_error(mixture.balance_bias, expected["biases"][name])
+            errors["biases"] = max(errors.get("biases", 0.0), error)
     everything: list[Any] = [None] * mesh.layout.world
     if mesh.layout.world > 1:
         dist.all_gather_object(everything, seen)
     else:
         everything = [seen]
     assert set().union(*everything) == set(expected["weights"]), "some parameters are nowhere"
+    forget(mesh)
     return errors
+
+
+def forget(mesh: Mesh) -> None:
+    """End the groups of a case: each has a thread, and hundreds of them crowd out the ranks."""
+    meshes = [each for each in (mesh.device_mesh, mesh.expert_mesh) if each is not None]
+    groups = [*mesh.groups.values(), *(group for each in meshes for group in each.get_all_groups())]
+    for group in {id(group): group for group in groups}.values():
+        dist.destroy_process_group(group)
 
 
 def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
@@ -366,7 +391,7 @@ def main(world: int, output: Path) -> None:
         if world > 1:
             gathered = [None] * world
             dist.all_gather_object(gathered, mine)
-        results[name] = {key: max(each[key] for each in gathered) for key in mine}
+        results[name] = {key: max(each.get(key, 0.0) for each in gathered) for key in mine}
         if rank == 0:
             output.write_text(json.dumps(results))
         gc.collect()

@@ -37,6 +37,9 @@ def test_equals_the_plain_model(world: int, case: str) -> None:
         (2, "dp without its reduction", "gradients"),
         (2, "pp without the tied reduction", "gradients"),
         (2, "norm of one stage alone", "norm"),
+        (2, "moe experts without their reduction", "gradients"),
+        (2, "moe norm by the replicas of dense parameters", "norm"),
+        (2, "moe biases moved by local loads", "biases"),
     ],
 )
 def test_a_planted_error_is_seen(world: int, case: str, wrong: str) -> None:

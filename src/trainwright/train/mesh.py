@@ -56,9 +56,12 @@ class Mesh:
     dp_replicate: int = 1
     """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline."""
+    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline; and of experts
+    `etp`, `ep`, and `edp` between replicas, with `edp_replicate` and `edp_shard`."""
     device_mesh: DeviceMesh | None = None
     """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks as experts are spread over them: edp_replicate, edp_shard, pp, ep, etp."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -71,6 +74,10 @@ class Mesh:
     def submesh(self, *axes: str) -> DeviceMesh:
         assert self.device_mesh is not None
         return self.device_mesh[axes[0]] if len(axes) == 1 else self.device_mesh[axes]
+
+    def expert_submesh(self, *axes: str) -> DeviceMesh:
+        assert self.expert_mesh is not None
+        return self.expert_mesh[axes[0]] if len(axes) == 1 else self.expert_mesh[axes]
 
     def peer(self, pp_rank: int) -> int:
         """Global rank of the pipeline peer at `pp_rank`."""
@@ -131,13 +138,19 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
     if layout.pp > 1:
         ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
         axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
+    axes |= _expert_axes(layout, dp_replicate)
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
     for axis, all_ranks in axes.items():
+        # Groups of one, and of states that are spread alike, are made once; all ranks agree on that.
+        if all_ranks in made and (axis.startswith("edp") or max(map(len, all_ranks)) == 1):
+            groups[axis] = made[all_ranks]
+            continue
         mine = next(ranks for ranks in all_ranks if rank in ranks)
         # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.
         # PyTorch names them by how many a rank has made, so every rank makes one on every axis.
         group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        groups[axis] = group
+        groups[axis] = made[all_ranks] = group
     ranks = torch.arange(layout.world)
     if layout.order == "tp-cp-pp-dp":
         ranks = ranks.view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
@@ -145,8 +158,38 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         ranks = ranks.view(layout.pp, dp_replicate, shard, layout.cp, layout.tp).permute(1, 2, 0, 3, 4)
     names = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
     device_mesh = DeviceMesh.from_group([groups[name] for name in names], device.type, ranks, mesh_dim_names=names)
+    expert_names = ("edp_replicate", "edp_shard", "pp", "ep", "etp")
+    grid = torch.tensor(layout.expert_grid()).view(layout.pp, dp_replicate, -1, layout.ep, layout.etp)
+    expert_mesh = DeviceMesh.from_group(
+        [groups[name] for name in expert_names],
+        device.type,
+        grid.permute(1, 2, 0, 3, 4),
+        mesh_dim_names=expert_names,
+    )
     live = {axis: group for axis, group in groups.items() if group.size() > 1}
-    return Mesh(layout, rank, device, dp_replicate, live, device_mesh)
+    return Mesh(layout, rank, device, dp_replicate, live, device_mesh, expert_mesh)
+
+
+def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of the axes of experts; `edp` in the order of the replicas, which is that of dp, cp and tp."""
+    grid = layout.expert_grid()
+    replicas = layout.expert_dp
+    shard = replicas // dp_replicate
+    edp = tuple(
+        tuple(grid[stage * replicas + at][place][width] for at in range(replicas))
+        for stage in range(layout.pp)
+        for place in range(layout.ep)
+        for width in range(layout.etp)
+    )
+    return {
+        "etp": tuple(ranks for replica in grid for ranks in replica),
+        "ep": layout.expert_groups(),
+        "edp": edp,
+        "edp_shard": tuple(
+            ranks[first : first + shard] for ranks in edp for first in range(0, replicas, shard)
+        ),
+        "edp_replicate": tuple(ranks[first::shard] for ranks in edp for first in range(shard)),
+    }
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainwright.spec.recipe import Optimizer
 from trainwright.train.parallel.local import local_of
@@ -13,20 +14,28 @@ CLIP_EPSILON = 1e-6
 """Beside the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
 
 
-def adamw(choice: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def adamw(choice: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
     """PyTorch's fused AdamW: moments in the parameters' precision, decay on matrices alone."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": choice.weight_decay},
-        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for name, each in parameters:
+        # The fused update takes the tensors of one mesh at a time.
+        mesh = each.device_mesh if isinstance(each, DTensor) else None
+        groups.setdefault((is_decayed(name, each), mesh), []).append(each)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": group, "weight_decay": choice.weight_decay if decayed else 0.0}
+            for (decayed, _), group in groups.items()
+        ],
         lr=choice.lr,
         betas=(choice.beta1, choice.beta2),
         eps=choice.epsilon,
         fused=True,
     )
+
+
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix; the biases of experts are stacked, and none."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def learning_rate(choice: Optimizer, step: int, steps: int) -> float:

@@ -19,10 +19,13 @@ from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.experts import set_routing
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import adamw, clip, squared_norm
+from trainwright.train.parallel.balance import Balance
 from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.parallel.dispatch import apply_expert_parallel
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
@@ -66,6 +69,7 @@ class Trainer:
     data_parallel: DataParallel
     pipeline: Pipeline
     optimizer: torch.optim.AdamW
+    balance: Balance
 
     def step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update."""
@@ -81,7 +85,7 @@ class Trainer:
             sum_over_ends(tied, self.mesh, self.clock)
         with self.clock.of("optimizer"):
             share = squared_norm(
-                (parameter, copies_of(parameter) * self.data_parallel.copies())
+                (parameter, copies_of(parameter) * self.data_parallel.copies(parameter))
                 for _, parameter in self.data_parallel.parameters()
                 if parameter is not tied or self.pieces[0].is_first
             )
@@ -102,6 +106,7 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
             self.data_parallel.after_update()
+        self.balance.after_update()
 
     def tied_across_stages(self) -> nn.Parameter | None:
         """The tied tensor, on the two stages that both hold a copy of it."""
@@ -135,6 +140,11 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_layers(piece, recipe))
             piece.tie()
 
+    # Experts over all ranks of a stage, read as a grid of their own; what is left of it is their data parallelism.
+    for piece in pieces:
+        set_routing(piece, recipe)
+        apply_expert_parallel(piece, mesh, clock)
+
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered.
     for piece in pieces:
         apply_recompute(piece, recipe)
@@ -151,6 +161,9 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             fill(piece, piece, "")
         data_parallel = Replicated(pieces, mesh, compute, clock, overlap=recipe.overlap.dp)
 
+    # The choice of experts is steered by buffers, which no form of data parallelism looks after.
+    balance = Balance(pieces, mesh, master, recipe.balance_rate)
+
     rows = SCHEDULES[recipe.schedule].rows(layout.pp, layout.vpp, run.num_microbatches)
     pipeline = Pipeline(
         pieces,
@@ -163,5 +176,5 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         overlap=recipe.overlap.pp,
         vocabulary=vocabulary,
     )
-    optimizer = adamw(recipe.optimizer, (parameter for _, parameter in data_parallel.parameters()))
-    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)
+    optimizer = adamw(recipe.optimizer, data_parallel.parameters())
+    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer, balance)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec
+from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
+from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.functions import ACTIVATIONS, gated, rms_norm
 from trainwright.train.model.rotary import Rotary
 
@@ -100,17 +101,24 @@ class Mlp(nn.Module):
         return self.down(gated(self.gate(x_BSD), self.up(x_BSD), self.activation))
 
 
+def mlp_of(spec: ModelSpec, mlp: DenseMlp | MoeMlp) -> nn.Module:
+    """Dense, or experts, of which the shared ones are a dense MLP together."""
+    if isinstance(mlp, DenseMlp):
+        return Mlp(spec, mlp)
+    shared = mlp.shared()
+    return MixtureOfExperts(spec, mlp, None if shared is None else Mlp(spec, shared))
+
+
 class Layer(nn.Module):
     """Norm, attention, residual; norm, MLP, residual."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
         assert isinstance(layer.attention, GroupedQueryAttention)
-        assert isinstance(layer.mlp, DenseMlp)
         self.attention_norm = Norm(spec, spec.d_model)
         self.attention = Attention(spec, layer.attention)
         self.mlp_norm = Norm(spec, spec.d_model)
-        self.mlp = Mlp(spec, layer.mlp)
+        self.mlp = mlp_of(spec, layer.mlp)
 
     def forward(self, x_BSD: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)

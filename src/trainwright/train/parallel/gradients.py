@@ -13,8 +13,8 @@ class DataParallel(Protocol):
         """What the optimizer moves, by name: of all pieces, each tensor once."""
         ...
 
-    def copies(self) -> int:
-        """Data-parallel ranks that hold the same part of a parameter."""
+    def copies(self, parameter: nn.Parameter) -> int:
+        """Data-parallel ranks that hold the same part of a parameter of `parameters`."""
         ...
 
     def held_bytes(self) -> dict[str, float]:

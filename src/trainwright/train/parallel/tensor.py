@@ -15,6 +15,7 @@ A gradient that is a sum over a part of positions or heads comes back marked as 
 import math
 from collections.abc import Callable, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.layers import Attention, Layer, Mlp, Norm
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.crossing import Crossing
@@ -41,7 +43,11 @@ def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossi
         _keep(layer.attention_norm, mesh, WHOLE, outside)
         _keep(layer.mlp_norm, mesh, WHOLE, outside)
         _cut_attention(layer.attention, mesh, edge, outside)
-        _cut_mlp(layer.mlp, mesh, edge, outside)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            _cut_around_experts(layer.mlp, mesh, edge, outside)
+        else:
+            assert isinstance(layer.mlp, Mlp)
+            _cut_mlp(layer.mlp, mesh, edge, outside)
     if piece.embedding is not None:
         _cut_embedding(piece.embedding, mesh, crossing)
     if piece.norm is not None and piece.head is not None:
@@ -76,6 +82,34 @@ def _cut_mlp(mlp: Mlp, mesh: DeviceMesh, crossing: Crossing, outside: Placement)
     _cut_columns(mlp.up, mesh)
     _cut_rows(mlp.down, mesh, crossing, outside)
     _between(mlp, crossing)
+
+
+def _cut_around_experts(
+    mixture: MixtureOfExperts, mesh: DeviceMesh, crossing: Crossing, outside: Placement
+) -> None:
+    """Each rank routes its own positions; of a sequence it has a part, in the order of ranks. Shared experts are a
+    block; the routed ones are nobody's here (`parallel/dispatch.py`)."""
+    for linear in (mixture.router, mixture.shared_gate):
+        if linear is not None:
+            _keep_linear(linear, mesh, outside)
+    if mixture.shared is not None:
+        assert isinstance(mixture.shared, Mlp)
+        _cut_mlp(mixture.shared, mesh, crossing, outside)
+    mixture.over_sequence = partial(_counts_of_others, crossing=crossing, place=mesh.get_local_rank())
+
+
+def _keep_linear(linear: nn.Linear, mesh: DeviceMesh, gradient: Placement) -> None:
+    """A projection outside the blocks, whole on every rank."""
+    _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
+    _replace(linear, lambda x: F.linear(x, _part(linear.weight, gradient), _part_or_none(linear.bias, gradient)))
+
+
+def _counts_of_others(
+    count_BX: torch.Tensor, *, crossing: Crossing, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of counts over this rank's positions: those at earlier positions, and those of the whole sequence."""
+    count_BRX = crossing.gathered(count_BX.unsqueeze(1))
+    return count_BRX[:, :place].sum(1), count_BRX.sum(1)
 
 
 def _between(block: nn.Module, crossing: Crossing) -> None:
