@@ -134,7 +134,7 @@ def steer(model: nn.Module) -> None:
 
 
 def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """What a textbook program gets: loss, gradients, norm, weights and balance biases after one step, in float64."""
+    """What a textbook program gets in float64: loss, gradients, norm, weights and balance biases after a step."""
     model = plain_model(run, torch.float64)
     steer(model)
     choice = run.recipe.optimizer

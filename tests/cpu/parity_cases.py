@@ -293,6 +293,10 @@ for world, controls in parity_moe.CONTROLS.items():
     CONTROLS[world] = CONTROLS.get(world, {}) | controls
 
 
+MADE: dict[Any, Any] = {}
+"""Process groups of all cases so far: each has a thread, and hundreds of them would crowd out the ranks."""
+
+
 def stands_where_the_layout_says(mesh: Mesh) -> None:
     """Groups and DeviceMesh say the same of who is whose neighbour; a rank at the wrong place of an axis would go
     unnoticed in the numbers."""
@@ -306,11 +310,22 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
         coordinate = dict(zip(names, places, strict=True))
         dp = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
         assert {**coordinate, "dp": dp} == at._asdict()
+    if mesh.expert_mesh is not None:
+        assert mesh.expert_mesh["ep"].mesh.tolist() in [list(ranks) for ranks in layout.expert_groups()]
+        plane = at.tp + layout.tp * (at.cp + layout.cp * at.dp)
+        names, places = mesh.expert_mesh.mesh_dim_names or (), mesh.expert_mesh.get_coordinate() or ()
+        place = dict(zip(names, places, strict=True))
+        edp = place["edp_replicate"] * (layout.expert_dp // mesh.dp_replicate) + place["edp_shard"]
+        assert place["etp"] + layout.etp * (place["ep"] + layout.ep * edp) == plane
+        assert place["pp"] == at.pp
+        for axis in {"ep", "etp", "edp_shard", "edp_replicate"} & set(mesh.groups):
+            assert dist.get_process_group_ranks(mesh.groups[axis]) == mesh.expert_mesh[axis].mesh.tolist(), axis
 
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
-    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+    cpu, timeout = torch.device("cpu"), timedelta(seconds=60)
+    mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timeout, MADE)
     stands_where_the_layout_says(mesh)
     trainer = parallelize(run.check(), mesh, Clock())
     for piece in trainer.pieces:
@@ -346,16 +361,7 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     else:
         everything = [seen]
     assert set().union(*everything) == set(expected["weights"]), "some parameters are nowhere"
-    forget(mesh)
     return errors
-
-
-def forget(mesh: Mesh) -> None:
-    """End the groups of a case: each has a thread, and hundreds of them crowd out the ranks."""
-    meshes = [each for each in (mesh.device_mesh, mesh.expert_mesh) if each is not None]
-    groups = [*mesh.groups.values(), *(group for each in meshes for group in each.get_all_groups())]
-    for group in {id(group): group for group in groups}.values():
-        dist.destroy_process_group(group)
 
 
 def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:

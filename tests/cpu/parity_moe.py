@@ -1,10 +1,5 @@
-"""Cases of `parity_cases.py` with mixtures of experts: one dense layer, then three with experts.
-
-    {}           eight experts of which two, softmax
-    DEEPSEEK     sigmoid, groups, shared experts, a balance bias that is moved by the step
-    QWEN         shared experts behind a gate, weights that aren't made to sum to one
-    BIASES       biases everywhere, an MLP without a gate
-"""
+"""Cases of `parity_cases.py` with mixtures of experts: one dense layer, then three with eight experts, two for
+each token, unless the case says otherwise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +15,9 @@ DEEPSEEK = {
     "num_groups": 4,
     "top_groups": 2,
 }
+"""Sigmoid, groups, shared experts, and a balance bias that the step moves."""
 QWEN = {"d_ff_shared": 16, "shared_gate": True, "normalize_top_k": False}
+"""Shared experts behind a gate, weights that aren't made to sum to one."""
 BIASES = {"bias": True, "router_bias": True, "gated": False, "activation": "gelu"}
 INTERLEAVED = {"schedule": "interleaved_1f1b"}
 DROPPING = {"capacity_factor": 1.0}
@@ -141,7 +138,10 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
             case(recipe={"overlap": {"dp": False}}, dp=2),
             without_edp_reduction,
         ),
-        "moe norm by the replicas of dense parameters": (case(ep=2, dp=2), experts_counted_as_dense),
+        "moe norm by the replicas of dense parameters": (
+            case({"routed_scale": 30.0}, ep=2, dp=2),
+            experts_counted_as_dense,
+        ),
         "moe biases moved by local loads": (case(DEEPSEEK, ep=2, dp=2), biases_moved_by_local_loads),
     },
 }

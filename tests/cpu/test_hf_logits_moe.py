@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from trainwright.spec.model import MoeMlp, ModelSpec
+from trainwright.spec.model import ModelSpec, MoeMlp
 from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.layers import mlp_of
 from trainwright.train.model.transformer import Transformer

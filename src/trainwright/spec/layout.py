@@ -132,9 +132,8 @@ class Layout(Noun):
         )
 
     def expert_grid(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Within a stage the tp * cp * dp ranks, in that order, are a grid of etp x ep x replicas, innermost first:
-        of each stage each replica of all experts, and of that, by place in ep, the ranks that cut those experts'
-        width."""
+        """Within a stage the tp * cp * dp ranks, in that order, are a grid of etp x ep x replicas, innermost
+        first. Here, stage after stage, is each replica of all experts: by place in ep, the ranks of etp."""
         grid = []
         for pp in range(self.pp):
             plane = [

@@ -56,7 +56,7 @@ class Mesh:
     dp_replicate: int = 1
     """The dp axis is read as dp_replicate x dp_shard where shards are replicated (HSDP)."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline; and of experts
+    """By axis; also `dp_replicate` and `dp_shard`, and `first_last` between the ends of the pipeline; of experts
     `etp`, `ep`, and `edp` between replicas, with `edp_replicate` and `edp_shard`."""
     device_mesh: DeviceMesh | None = None
     """Axes dp_replicate, dp_shard, pp, cp, tp, outermost first; None for a process that is alone."""
@@ -124,12 +124,27 @@ def joined(layout: Layout, dp_replicate: int = 1, timeout_s: float = TIMEOUT_S) 
         dist.destroy_process_group()
 
 
-def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: int, timeout: timedelta) -> Mesh:
-    """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none."""
+Division = tuple[tuple[int, ...], ...]
+"""All ranks, cut into groups."""
+
+
+def build_mesh(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    dp_replicate: int,
+    timeout: timedelta,
+    made: dict[tuple[str, Division], dist.ProcessGroup] | None = None,
+) -> Mesh:
+    """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none.
+
+    made: this rank's groups that exist already, by role and division, to which new ones are added; the same on all
+    ranks but for the groups.
+    """
     if layout.world == 1:
         return Mesh(layout, rank, device, dp_replicate)
     groups: dict[str, dist.ProcessGroup] = {}
-    axes: dict[str, tuple[tuple[int, ...], ...]] = {axis: layout.groups(axis) for axis in AXES}
+    axes: dict[str, Division] = {axis: layout.groups(axis) for axis in AXES}
     shard = layout.dp // dp_replicate
     axes["dp_shard"] = tuple(
         ranks[first : first + shard] for ranks in axes["dp"] for first in range(0, layout.dp, shard)
@@ -139,18 +154,19 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
         axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
     axes |= _expert_axes(layout, dp_replicate)
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+    made = {} if made is None else made
     for axis, all_ranks in axes.items():
-        # Groups of one, and of states that are spread alike, are made once; all ranks agree on that.
-        if all_ranks in made and (axis.startswith("edp") or max(map(len, all_ranks)) == 1):
-            groups[axis] = made[all_ranks]
+        # Groups of one are alike, and so are those over which states alone are summed or cut.
+        role = "alone" if max(map(len, all_ranks)) == 1 else "states" if "dp" in axis else axis
+        if (role, all_ranks) in made:
+            groups[axis] = made[role, all_ranks]
             continue
         mine = next(ranks for ranks in all_ranks if rank in ranks)
         # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.
         # PyTorch names them by how many a rank has made, so every rank makes one on every axis.
         group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        groups[axis] = made[all_ranks] = group
+        groups[axis] = made[role, all_ranks] = group
     ranks = torch.arange(layout.world)
     if layout.order == "tp-cp-pp-dp":
         ranks = ranks.view(dp_replicate, shard, layout.pp, layout.cp, layout.tp)
@@ -170,7 +186,7 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
     return Mesh(layout, rank, device, dp_replicate, live, device_mesh, expert_mesh)
 
 
-def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, Division]:
     """The groups of the axes of experts; `edp` in the order of the replicas, which is that of dp, cp and tp."""
     grid = layout.expert_grid()
     replicas = layout.expert_dp
@@ -185,9 +201,7 @@ def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, tuple[tuple[int
         "etp": tuple(ranks for replica in grid for ranks in replica),
         "ep": layout.expert_groups(),
         "edp": edp,
-        "edp_shard": tuple(
-            ranks[first : first + shard] for ranks in edp for first in range(0, replicas, shard)
-        ),
+        "edp_shard": tuple(ranks[first : first + shard] for ranks in edp for first in range(0, replicas, shard)),
         "edp_replicate": tuple(ranks[first::shard] for ranks in edp for first in range(shard)),
     }
 

@@ -44,8 +44,8 @@ class Weights(NamedTuple):
 
 
 class Experts(nn.Module):
-    """MLPs of one shape, each for its own run of rows. `grouped` uses one kernel where there is one for the type and
-    the widths."""
+    """MLPs of one shape, each for its own run of rows. `grouped` uses one kernel where there is one for the type
+    and the widths."""
 
     def __init__(self, spec: ModelSpec, mlp: MoeMlp) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class MixtureOfExperts(nn.Module):
     """Of the layer's tokens each goes through its chosen experts and through the shared ones.
 
     What the recipe says is set from outside: `capacity_factor` (None drops no token), `loss_weight`, which
-    multiplies each sequence's loss for balance, and `experts.grouped`. `load_X` counts choices of each expert until
-    someone sets it back.
+    multiplies each sequence's loss for balance, and `experts.grouped`. `load_X` counts choices of each expert
+    until someone sets it back.
     """
 
     balance_bias: torch.Tensor | None
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
         self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
-        """From choices of each sequence and expert here, (B, X), to those at earlier positions and those at all."""
+        """From choices of each sequence and expert here, (B, X), to those at earlier positions and to all."""
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         expert_BSC, weight_BSC, kept_BSC = self._routed(x_BSD)
@@ -174,8 +174,8 @@ def mixtures(module: nn.Module) -> list[tuple[str, MixtureOfExperts]]:
 
 
 def set_routing(module: nn.Module, recipe: Recipe) -> None:
-    """Tell all mixtures of a module what a recipe says of them. The loss for balance is a mean over the sequences of
-    a step, each of which adds its own."""
+    """Tell all mixtures of a module what a recipe says of them. The loss for balance is a mean over the sequences
+    of a step, each of which adds its own."""
     for _, mixture in mixtures(module):
         mixture.capacity_factor = recipe.capacity_factor
         mixture.loss_weight = recipe.balance_loss / recipe.global_batch

@@ -10,8 +10,8 @@
 
 A capacity is counted in each sequence alone, in the order of positions: an expert takes the first
 ceil(capacity_factor * S * top_k / X) tokens of a sequence that chose it. So what is dropped is a matter of the
-sequence, never of the micro-batch or the layout. The loss for balance is of each sequence alone too (arXiv:2412.19437
-eq. 17-20); a batch-wise one would depend on the micro-batch.
+sequence, never of the micro-batch or the layout. The loss for balance is of each sequence alone too
+(arXiv:2412.19437 eq. 17-20); one of a batch would depend on the micro-batch.
 """
 
 import math

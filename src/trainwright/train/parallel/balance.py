@@ -1,5 +1,5 @@
-"""Auxiliary-loss-free balancing of experts (arXiv:2408.15664): after each step the bias that steers their choice is
-moved by what every rank of the stage has counted.
+"""Auxiliary-loss-free balancing of experts (arXiv:2408.15664): after each step the bias that steers their choice
+is moved by what every rank of the stage has counted.
 
 Counts are whole numbers, so that the bias is the same on all ranks and in every layout, to the bit. It is kept in
 the precision of master weights, whatever the piece computes in, and stands in no gradient, clip or optimizer.

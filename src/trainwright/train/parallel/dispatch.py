@@ -1,15 +1,15 @@
 """Expert parallelism (GShard, arXiv:2006.16668): tokens travel to the ranks that have their experts, and back.
 
-    ep    each rank has some whole experts; rows go out by an all-to-all whose pieces are as long as the router made
-          them, and come back by its mirror image
+    ep    each rank has some whole experts; rows go out by an all-to-all whose pieces are as long as the router
+          made them, and come back by its mirror image
     etp   the width of an expert is cut over ranks, each of which has its own rows: they gather one another's, and
           each gets back the sum of what all of them made of its own
 
 What backward sends are the mirror images again. Lengths travel first, as whole numbers; a rank that gets no row
 takes part all the same, with gradients of zero.
 
-Experts are DTensors over (ep, etp), so that sharding, clipping and checkpoints know what each rank has of the whole.
-The bias of a down projection is whole on each rank of etp.
+Experts are DTensors over (ep, etp), so that sharding, clipping and checkpoints know what each rank has of the
+whole. The bias of a down projection is whole on each rank of etp.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ CUTS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1, "down_bias"
 
 
 def apply_expert_parallel(piece: Transformer, mesh: Mesh, clock: Clock) -> None:
-    """Spread the experts of a piece over the ranks of its stage, in place. Parameters may be on the meta device."""
+    """Spread a piece's experts over the ranks of its stage, in place. Parameters may be on the meta device."""
     layout = mesh.layout
     if layout.ep * layout.etp == 1:
         return

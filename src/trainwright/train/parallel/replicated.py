@@ -6,8 +6,8 @@ arXiv:2006.15704 s3.2).
 
 In bf16 the piece holds bf16 weights; fp32 masters and fp32 sums of the microbatches' gradients stand beside them
 (arXiv:1710.03740 s3.1). Norm weights under sequence parallelism have gradients that are partial sums over tp,
-which are added up here too, once per step. Experts are summed over the ranks that hold the same ones (edp), which are
-others than those of dp.
+which are added up here too, once per step. Experts are summed over the ranks that hold the same ones (edp), which
+are others than those of dp.
 """
 
 from collections.abc import Callable, Iterator

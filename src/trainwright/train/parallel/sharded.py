@@ -62,7 +62,7 @@ class Sharded:
                 module,
                 mesh=over,
                 reshard_after_forward=reshard,
-                shard_placement_fn=partial(_even_cut, ranks=over.size(-1)),
+                shard_placement_fn=partial(_even_cut, ranks=over.size(over.ndim - 1)),
                 mp_policy=policy,
             )
 
