@@ -302,6 +302,14 @@ def test_the_runs_are_trainable_themselves() -> None:
     require_trainable(base_of("layout.ep").check())
 
 
+@pytest.mark.parametrize(("path", "value"), [("layout.cp", 2), ("recipe.schedule", "zb_h1")])
+def test_what_experts_are_not_trained_with(path: str, value: object) -> None:
+    run = base_of("layout.ep").with_value("layout.pp", 2)
+    require_trainable(run.check())
+    with pytest.raises(InvalidSpec, match=f"{path}=.*with experts"):
+        require_trainable(run.with_value(path, value))
+
+
 def test_every_field_is_flipped() -> None:
     untouched = [path for path in fields() if not other_values(path) and path not in PARTS | set(SAYS_NOTHING)]
     assert not untouched, "no other value is known of these; give one in OTHERS"
@@ -320,7 +328,7 @@ def test_a_flipped_field_is_obeyed_or_refused(path: str, value: object) -> None:
         with pytest.raises(InvalidSpec) as refused:
             require_trainable(run)
         message = str(refused.value)
-        assert f"{path}=" in message
+        assert f"{path.replace('experts.', 'mlp.')}=" in message
         assert "trained yet" in message
         assert "\n" not in message
 

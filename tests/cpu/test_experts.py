@@ -113,7 +113,7 @@ def test_the_loss_for_balance_is_that_of_the_paper(router: str) -> None:
     mixture.zero_grad()
     mixture.loss_weight = 0.0
     mixture(x_BSD).square().sum().backward()
-    assert not torch.allclose(mixture.router.weight.grad, expected[0], rtol=1e-3), "the loss must be seen"
+    assert float((mixture.router.weight.grad - expected[0]).abs().max()) > 1e-4, "the loss must be seen"
 
 
 @pytest.mark.parametrize("mlp", [{}, DEEPSEEK, QWEN, BIASES], ids=["plain", "deepseek", "qwen", "biases"])

@@ -180,10 +180,8 @@ class MoeMlp(Noun):
         """One routed expert as the MLP that it is."""
         return DenseMlp(d_ff=self.d_ff, gated=self.gated, activation=self.activation, bias=self.bias)
 
-    def shared(self) -> DenseMlp | None:
-        """All shared experts as the one MLP that they are together."""
-        if not self.d_ff_shared:
-            return None
+    def shared(self) -> DenseMlp:
+        """All shared experts, where there are any, as the one MLP that they are together."""
         return DenseMlp(d_ff=self.d_ff_shared, gated=self.gated, activation=self.activation)
 
     def _around(self, d_model: int, *, matmul_only: bool) -> int:

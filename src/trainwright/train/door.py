@@ -13,6 +13,8 @@ from trainwright.spec.run import Run
 TRAINED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 TRAINED_SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first")
+SCHEDULES_OF_EXPERTS = ("1f1b", "interleaved_1f1b", "gpipe", "breadth_first")
+"""A backward pass goes through a layer once: one that is split in two would send tokens back twice."""
 TRAINED_CHOICES = {
     "gradient_format": "fp32",
     "fused_accumulation": False,
@@ -41,11 +43,10 @@ def require_trainable(run: Run) -> None:
     """Raise `InvalidSpec` at the first field of a checked run that `train` can't carry out."""
     _require_model(run.model)
     layout, recipe = run.layout, run.recipe
+    if run.model.is_moe:
+        _require_experts(run)
     if layout.cp > 1:
         reject("layout.cp", layout.cp, "is planned but not trained yet; set layout.cp=1")
-    if run.model.is_moe and layout.cp > 1:
-        # Positions of a sequence have an order in which capacity is counted, and loads are summed over cp.
-        reject("layout.cp", layout.cp, "is not trained yet with experts; set layout.cp=1")
     for field, trained in TRAINED_CHOICES.items():
         value = attrgetter(field)(recipe)
         if value != trained:
@@ -56,6 +57,17 @@ def require_trainable(run: Run) -> None:
             reject(f"recipe.{field}", value, f"is planned but not trained yet; use {', '.join(known)}")
     if recipe.zero and layout.dp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
+
+
+def _require_experts(run: Run) -> None:
+    """What isn't trained beside experts, whether or not it is without them."""
+    cp, schedule = run.layout.cp, run.recipe.schedule
+    if cp > 1:
+        # Capacity goes by the order of a sequence's positions, which cp may deal out of order.
+        reject("layout.cp", cp, "is planned but not trained yet with experts; set layout.cp=1")
+    if schedule not in SCHEDULES_OF_EXPERTS:
+        known = ", ".join(SCHEDULES_OF_EXPERTS)
+        reject("recipe.schedule", schedule, f"is planned but not trained yet with experts; use {known}")
 
 
 def _remedy(trained: object) -> str:

@@ -105,8 +105,7 @@ def mlp_of(spec: ModelSpec, mlp: DenseMlp | MoeMlp) -> nn.Module:
     """Dense, or experts, of which the shared ones are a dense MLP together."""
     if isinstance(mlp, DenseMlp):
         return Mlp(spec, mlp)
-    shared = mlp.shared()
-    return MixtureOfExperts(spec, mlp, None if shared is None else Mlp(spec, shared))
+    return MixtureOfExperts(spec, mlp, Mlp(spec, mlp.shared()) if mlp.d_ff_shared else None)
 
 
 class Layer(nn.Module):
