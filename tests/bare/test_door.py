@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 import trainwright.train.door
-from tests.bare.plans import cluster, dense_model
+from tests.bare.plans import cluster, dense_model, moe_model
 from trainwright.spec.base import Noun
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.layout import Layout
@@ -22,11 +22,12 @@ from trainwright.spec.model import (
     LayerGroup,
     LayerSpec,
     ModelSpec,
+    MoeMlp,
     Rope,
     RopeScaling,
 )
 from trainwright.spec.recipe import Optimizer, Overlap, Recipe
-from trainwright.spec.run import DataSpec, Run
+from trainwright.spec.run import OF_EXPERTS, DataSpec, Run
 from trainwright.train.door import require_trainable
 
 # With both ends of every choice in reach: shards, a pipeline, a window, rotary scaling.
@@ -40,6 +41,17 @@ RUN = Run(
     cluster=cluster(devices=64),
 )
 
+EXPERTS = {
+    "d_ff_shared": 32,
+    "shared_gate": True,
+    "balance_bias": True,
+    "num_groups": 4,
+    "top_groups": 2,
+    "gated": True,
+}
+MOE_RUN = RUN.changed(model=moe_model(num_dense=0, latent=False)).changed(layout=Layout(tp=2, dp=4, ep=2))
+"""The same with experts, whose fields the other's have no meaning for."""
+
 PLACES: dict[str, type[Noun]] = {
     "layout": Layout,
     "recipe": Recipe,
@@ -50,15 +62,16 @@ PLACES: dict[str, type[Noun]] = {
     "model.rope.scaling": RopeScaling,
     "attention": GroupedQueryAttention,
     "mlp": DenseMlp,
+    "experts": MoeMlp,
 }
-"""Where the nouns stand; the last two in each layer."""
+"""Where the nouns stand; the last three in each layer, experts in another model's."""
 
 OTHERS: dict[str, tuple[Any, ...]] = {
     "layout.tp": (1, 4),
     "layout.cp": (2,),
     "layout.pp": (4,),
     "layout.vpp": (2,),
-    "layout.ep": (2,),
+    "layout.ep": (1, 4),
     "layout.etp": (2,),
     "layout.dp": (1, 4),
     "layout.stage_layers": ((1, 3), (4, 0)),
@@ -111,16 +124,26 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "attention.logit_softcap": (50.0,),
     "attention.query_scale": (0.5,),
     "mlp.d_ff": (64,),
+    "recipe.balance_loss": (0.01,),
+    "recipe.balance_rate": (0.01,),
+    "experts.num_experts": (16,),
+    "experts.top_k": (1,),
+    "experts.d_ff": (64,),
+    "experts.d_ff_shared": (64,),
+    "experts.routed_scale": (2.5,),
+    "experts.num_groups": (2,),
+    "experts.top_groups": (1,),
 }
 """Of fields that are no switches and no lists of words, whose other values are known."""
 
 SAYS_NOTHING = {
     "model.name": "a name",
     "model.source": "a note",
+    "recipe.expert_imbalance": "what the planner expects of the router, which does as it does",
 }
 """Fields that change no program, and why."""
 
-PARTS = {"recipe.optimizer", "recipe.overlap", "model.layer_groups", "attention.kind", "mlp.kind"}
+PARTS = {"recipe.optimizer", "recipe.overlap", "model.layer_groups", "attention.kind", "mlp.kind", "experts.kind"}
 """Flipped field by field, or with another noun in their place (`train` refuses all but those above)."""
 
 COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
@@ -162,6 +185,8 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "layout.pp": None,
     "layout.vpp": None,
     "layout.dp": None,
+    "layout.ep": None,
+    "layout.etp": None,
     "layout.order": None,
     "layout.stage_layers": None,
     "recipe.seq_len": None,
@@ -238,6 +263,12 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "mlp.gated": None,
     "mlp.activation": None,
     "mlp.bias": None,
+    "recipe.capacity_factor": None,
+    "recipe.balance_loss": None,
+    "recipe.balance_rate": None,
+    "recipe.expert_matmuls": None,
+    "experts.activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    **{f"experts.{field}": None for field in MoeMlp.model_fields if field not in ("kind", "activation")},
 }
 """What the trainer does as it is told: any value, or these."""
 
@@ -248,17 +279,29 @@ CHECKED_ALONE = {"model.max_positions"}
 def with_choice(run: Run, path: str, value: object) -> Run:
     """`run` with the field at `path`; in every layer, where it is a layer's."""
     place, _, field = path.rpartition(".")
-    if place not in ("attention", "mlp"):
+    if place not in ("attention", "mlp", "experts"):
         return run.with_value(path, value)
-    layer = run.model.layers[0]
+    layer, place = run.model.layers[0], place.replace("experts", "mlp")
     layer = layer.changed(**{place: getattr(layer, place).changed(**{field: value})})
     group = LayerGroup(repeat=run.model.num_layers, pattern=(LayerSpec.parse(layer.model_dump()),))
     return run.changed(model=run.model.changed(layer_groups=(group,)))
 
 
+def base_of(path: str) -> Run:
+    """The run in which a field means something."""
+    place, _, field = path.rpartition(".")
+    of_experts = place == "experts" or path in ("layout.ep", "layout.etp")
+    if not of_experts and not (place == "recipe" and field in OF_EXPERTS):
+        return RUN
+    experts = MOE_RUN.model.layers[0].mlp.changed(**EXPERTS)
+    layer = LayerSpec(attention=MOE_RUN.model.layers[0].attention, mlp=experts)
+    group = LayerGroup(repeat=MOE_RUN.model.num_layers, pattern=(layer,))
+    return MOE_RUN.changed(model=MOE_RUN.model.changed(layer_groups=(group,)))
+
+
 def value_at(run: Run, path: str) -> object:
-    at: Any = run.model.layers[0] if path.startswith(("attention.", "mlp.")) else run
-    for part in path.split("."):
+    at: Any = run.model.layers[0] if path.startswith(("attention.", "mlp.", "experts.")) else run
+    for part in path.replace("experts.", "mlp.").split("."):
         at = getattr(at, part)
     return at
 
@@ -277,7 +320,7 @@ def other_values(path: str) -> tuple[Any, ...]:
     words = (False, True) if annotation is bool else ()
     if get_origin(annotation) is Literal:
         words = get_args(annotation)
-    return tuple(word for word in words if word != value_at(RUN, path))
+    return tuple(word for word in words if word != value_at(base_of(path), path))
 
 
 def flips() -> list[tuple[str, Any]]:
@@ -287,12 +330,21 @@ def flips() -> list[tuple[str, Any]]:
 def flipped(path: str, value: object) -> Run:
     companions = COMPANIONS.get((path, value))
     if companions is None:
-        return with_choice(RUN, path, value)
-    return RUN.with_values([*companions.items(), (path, value)])
+        return with_choice(base_of(path), path, value)
+    return base_of(path).with_values([*companions.items(), (path, value)])
 
 
-def test_the_run_is_trainable_itself() -> None:
+def test_the_runs_are_trainable_themselves() -> None:
     require_trainable(RUN.check())
+    require_trainable(base_of("layout.ep").check())
+
+
+@pytest.mark.parametrize(("path", "value"), [("layout.cp", 2), ("recipe.schedule", "zb_h1")])
+def test_what_experts_are_not_trained_with(path: str, value: object) -> None:
+    run = base_of("layout.ep").with_value("layout.pp", 2)
+    require_trainable(run.check())
+    with pytest.raises(InvalidSpec, match=f"{path}=.*with experts"):
+        require_trainable(run.with_value(path, value))
 
 
 def test_every_field_is_flipped() -> None:
@@ -313,7 +365,7 @@ def test_a_flipped_field_is_obeyed_or_refused(path: str, value: object) -> None:
         with pytest.raises(InvalidSpec) as refused:
             require_trainable(run)
         message = str(refused.value)
-        assert f"{path}=" in message
+        assert f"{path.replace('experts.', 'mlp.')}=" in message
         assert "trained yet" in message
         assert "\n" not in message
 

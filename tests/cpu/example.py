@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.run import Run
@@ -19,6 +20,7 @@ __all__ = [
     "whole_name",
     "with_documents",
 ]
+from trainwright.train.model.experts import mixtures
 
 CLUSTER = ClusterSpec.parse(
     {
@@ -135,6 +137,16 @@ def part_of(run: Run, dp_rank: int, sequences: list[tuple[torch.Tensor, torch.Te
 def documents(run: Run, inputs_BS: list[torch.Tensor]) -> list[torch.Tensor] | None:
     """Documents of some sequences, where the run masks them."""
     return [documents_of(each, END_OF_DOCUMENT) for each in inputs_BS] if run.data.document_mask else None
+
+
+@torch.no_grad()
+def steer(model: nn.Module) -> None:
+    """Set balance biases, which begin at zero, to values that change the choice of experts, by layer."""
+    for name, mixture in mixtures(model):
+        if mixture.balance_bias is not None:
+            experts = mixture.mlp.num_experts
+            place_X = (torch.arange(experts) * 5 + int(name.split(".")[1])) % experts
+            mixture.balance_bias.copy_(place_X * (0.06 / experts))
 
 
 def plain_step(run: Run, sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parity_context
 import parity_ingredients
 import parity_models
+import parity_moe
 import parity_schedules
 import parity_together
-from example import example_batches, example_run, part_of, with_documents
+from example import example_batches, example_run, part_of, steer, with_documents
 
 from trainwright.spec.layout import AXES
 from trainwright.spec.run import Run
@@ -272,6 +273,7 @@ TOPICS = {
     "context": parity_context.CASES,
     "models": parity_models.CASES,
     "ingredients": parity_ingredients.CASES,
+    "experts": parity_moe.CASES,
     "together": parity_together.CASES,
 }
 for _topic, _cases in TOPICS.items():
@@ -303,6 +305,10 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
 }
 
 
+for world, controls in parity_moe.CONTROLS.items():
+    CONTROLS[world] = CONTROLS.get(world, {}) | controls
+
+
 def stands_where_the_layout_says(mesh: Mesh) -> None:
     """Groups and DeviceMesh say the same of who is whose neighbour; a rank at the wrong place of an axis would go
     unnoticed in the numbers."""
@@ -317,6 +323,16 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
         plane = coordinate.pop("dp_replicate") * mesh.dp_shard + coordinate.pop("dp_shard")
         dp, cp = divmod(plane, layout.cp)
         assert {**coordinate, "dp": dp, "cp": cp} == at._asdict()
+    if mesh.expert_mesh is not None:
+        assert mesh.expert_mesh["ep"].mesh.tolist() in [list(ranks) for ranks in layout.expert_groups()]
+        plane = at.tp + layout.tp * (at.cp + layout.cp * at.dp)
+        names, places = mesh.expert_mesh.mesh_dim_names or (), mesh.expert_mesh.get_coordinate() or ()
+        place = dict(zip(names, places, strict=True))
+        edp = place["edp_replicate"] * (layout.expert_dp // mesh.dp_replicate) + place["edp_shard"]
+        assert place["etp"] + layout.etp * (place["ep"] + layout.ep * edp) == plane
+        assert place["pp"] == at.pp
+        for axis in {"ep", "etp", "edp_shard", "edp_replicate"} & set(mesh.groups):
+            assert dist.get_process_group_ranks(mesh.groups[axis]) == mesh.expert_mesh[axis].mesh.tolist(), axis
 
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
@@ -325,10 +341,14 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     stands_where_the_layout_says(mesh)
     require_trainable(run.check())
     trainer = parallelize(run, mesh, Clock())
+    for piece in trainer.pieces:
+        steer(piece)
     if spoil is not None:
         spoil(trainer)
     sequences = example_batches(run, ignored=ignored)
-    expected = PlainProgram(run).step(with_documents(run, sequences), run.recipe.optimizer.lr)
+    program = PlainProgram(run)
+    steer(program.model)
+    expected = program.step(with_documents(run, sequences), run.recipe.optimizer.lr)
     batch = part_of(run, mesh.coordinate.dp, sequences)
     errors = compared_step(trainer, batch, run.recipe.optimizer.lr, expected)
     everything: list[Any] = [set(errors.weights)]
@@ -386,7 +406,7 @@ def main(world: int, output: Path) -> None:
         if world > 1:
             gathered = [None] * world
             dist.all_gather_object(gathered, mine)
-        results[name] = {key: max(each[key] for each in gathered) for key in mine}
+        results[name] = {key: max(each.get(key, 0.0) for each in gathered) for key in mine}
         if rank == 0:
             output.write_text(json.dumps(results))
         gc.collect()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from parity_models import FAMILIES, GEMMA_2, GPT_OSS, MLA
+from parity_moe import BIASES, DEEPSEEK, LOSS, QWEN, case
 
 METHODS = ("all_gather", "ring", "all_to_all")
 SPLIT: dict[str, dict[str, Any]] = {
@@ -14,6 +15,28 @@ SPLIT: dict[str, dict[str, Any]] = {
 DOCUMENTS = {"data": {"document_mask": True}}
 WITH_OWN_SCORES = ("gemma 2", "gpt-oss")
 """Families whose scores only all_to_all can take apart."""
+
+
+LATENT_HEADS = {**MLA["attention"], "num_heads": 4}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model": {
+        **MLA["model"],
+        "mtp_depth": 1,
+        "layer_groups": [
+            {"repeat": 1, "pattern": [{"attention": LATENT_HEADS, "mlp": {"kind": "dense", "d_ff": 48}}]},
+            {
+                "repeat": 3,
+                "pattern": [
+                    {
+                        "attention": LATENT_HEADS,
+                        "mlp": {"kind": "moe", "num_experts": 8, "d_ff": 16, **DEEPSEEK},
+                    }
+                ],
+            },
+        ],
+    },
+}
+"""All of it: latent attention, one dense layer, groups of experts that a bias balances, a later token."""
 
 
 def with_recipe(fields: dict[str, Any], **recipe: Any) -> dict[str, Any]:
@@ -38,6 +61,15 @@ RECOMPUTED = {"recompute": "selective", "recompute_ops": ["norm", "activation", 
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
+        "deepseek-v3": DEEPSEEK_V3,
+        **{
+            f"experts, recompute of {operation}": case(
+                QWEN | BIASES, {"recompute": "selective", "recompute_ops": [operation]}
+            )
+            for operation in ("norm", "activation", "moe", "attention")
+        },
+        "experts, muon": case(DEEPSEEK, {"optimizer": {"name": "muon", "lr": 0.01}}),
+        "experts of gpt-oss": case({"bias": True, "router_bias": True, "activation": "swiglu_clamped"}),
         **{f"loss {name}, gemma 2": with_recipe(GEMMA_2, **recipe) for name, recipe in LOSSES.items()},
         **families("recompute of operations", recipe=RECOMPUTED),
         "dropout, documents, gpt-oss": with_recipe({**GPT_OSS, **DOCUMENTS}, **DROPPING),
@@ -51,6 +83,33 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "documents, mla": {**MLA, **DOCUMENTS},
     },
     2: {
+        "deepseek-v3, ep": {**DEEPSEEK_V3, "dp": 2, "ep": 2},
+        "deepseek-v3, ep of tp": {**DEEPSEEK_V3, "tp": 2, "ep": 2},
+        **{
+            f"deepseek-v3, ep zero {zero}": with_recipe({**DEEPSEEK_V3, "dp": 2, "ep": 2}, zero=zero)
+            for zero in (1, 3)
+        },
+        **{
+            f"experts, {schedule}{', full recompute' * again}": case(
+                DEEPSEEK, {"schedule": schedule, "recompute": ("none", "full")[again], **LOSS}, **layout
+            )
+            for schedule, layout in SPLIT.items()
+            for again in (0, 1)
+        },
+        **{
+            f"experts, cp {method}, {'ep' if ep > 1 else 'replicas'}": case(
+                DEEPSEEK, {"cp_method": method}, cp=2, ep=ep
+            )
+            for method in METHODS
+            for ep in (1, 2)
+        },
+        "experts, tp, activation recomputed": case(
+            QWEN, {"recompute": "selective", "recompute_ops": ["activation", "norm"]}, tp=2
+        ),
+        "experts, ep, moe recomputed": case(
+            QWEN, {"recompute": "selective", "recompute_ops": ["moe"]}, dp=2, ep=2
+        ),
+        "experts, ep, muon": case(DEEPSEEK, {"optimizer": {"name": "muon", "lr": 0.01}}, dp=2, ep=2),
         **{
             f"loss {name}, tp, gemma 2": with_recipe({**GEMMA_2, "tp": 2}, **recipe)
             for name, recipe in LOSSES.items()
@@ -89,6 +148,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         **{
+            f"deepseek-v3, ep, {schedule}": with_recipe(
+                {**DEEPSEEK_V3, **layout, "dp": 2, "ep": 2}, schedule=schedule, zero=1
+            )
+            for schedule, layout in SPLIT.items()
+        },
+        "experts, tp x cp, ep 4": case(DEEPSEEK, {"cp_method": "ring", "zero": 1}, tp=2, cp=2, ep=4),
+        "experts, dp x cp, ep 2, zero 3": case(DEEPSEEK, {"zero": 3}, dp=2, cp=2, ep=2),
+        "experts, dp x cp, etp 2": case(QWEN, {"zero": 2}, dp=2, cp=2, etp=2),
+        **{
             f"{schedule} x cp {method}": with_recipe({**layout, "cp": 2}, schedule=schedule, cp_method=method)
             for schedule, layout in SPLIT.items()
             for method in METHODS
@@ -106,6 +174,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         ),
     },
     8: {
+        "deepseek-v3, dualpipe x ep 4, zero 1": with_recipe(
+            {**DEEPSEEK_V3, **SPLIT["dualpipe"], "dp": 4, "ep": 4}, schedule="dualpipe", zero=1
+        ),
+        "deepseek-v3, tp x pp x dp, ep 4, zero 1": with_recipe(
+            {**DEEPSEEK_V3, "tp": 2, "pp": 2, "dp": 2, "ep": 4}, zero=1
+        ),
+        "experts, cp x pp x dp, ep 4": case(DEEPSEEK, {"zero": 1}, cp=2, pp=2, dp=2, ep=4),
         **{
             f"{schedule} x cp x tp": with_recipe(
                 {**MLA, **layout, "cp": 2, "tp": 2}, schedule=schedule, cp_method=method, zero=1

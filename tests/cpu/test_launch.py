@@ -10,12 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from example import example_run
+from parity_moe import DEEPSEEK, case
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from trainwright.cli.files import read_run
+from trainwright.plan.predict import predict
 from trainwright.spec import toml
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
+from trainwright.train.door import require_trainable
 from trainwright.train.launch import launch
+from trainwright.train.model.transformer import Transformer
 from trainwright.train.shards import INDEX, write_shards
 
 STEPS = 8
@@ -117,6 +122,44 @@ def test_documents_are_masked_where_the_data_names_their_end(tmp_path: Path) -> 
         metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
         losses.append([each["loss"] for each in metrics])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+
+
+def test_experts_train_alike_on_one_rank_and_on_four(tmp_path: Path) -> None:
+    losses = []
+    for name, layout in {"one": {}, "four": {"tp": 2, "dp": 2, "ep": 4}}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        recipe = {"balance_loss": 0.01, "balance_rate": 0.01, "capacity_factor": 1.5, "zero": 2}
+        run = run_on(directory, **case(DEEPSEEK, recipe, **layout))
+        assert predict(run).fits
+        status, lines = train(directory, run.layout.world)
+        assert status == 0, lines
+        metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([each["loss"] for each in metrics])
+    assert losses[0][-1] < losses[0][0] - 0.3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    ranks = [json.loads(line) for line in (tmp_path / "four" / "out" / "ledger.jsonl").read_text().splitlines()]
+    assert all(rank["seconds"]["ep"] > 0 for rank in ranks)
+
+
+def test_the_local_run_with_experts_trains(tmp_path: Path) -> None:
+    run = read_run(Path(__file__).parents[2] / "runs" / "moe-local-6m_cpu4.toml")
+    require_trainable(run.check())
+    counted = sum(each.numel() for each in Transformer(run.model).parameters())
+    assert counted + 3 * 8 == run.model.params  # the balance biases are buffers
+    (tmp_path / "shards").mkdir()
+    write_shards(tmp_path / "shards", [np.tile(np.arange(97, dtype=np.uint32), 60)], 4096, "test")
+    run = run.changed(data=run.data.changed(source="shards", path=str(tmp_path / "shards")))
+    (tmp_path / "run.toml").write_text(toml.write(run))
+    status, lines = train(tmp_path, 4, steps=6)
+    assert status == 0, lines
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    for rank in map(json.loads, (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()):
+        predicted = predict(run).stages[0].ledger.bytes
+        assert {name: rank["bytes"][name] / predicted[name] for name in rank["bytes"]} == pytest.approx(
+            dict.fromkeys(rank["bytes"], 1.0), rel=1e-3
+        )
 
 
 def test_a_full_disk_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ def test_equals_the_plain_model(world: int, case: str) -> None:
         (2, "cp without its reduction", "gradients"),
         (2, "cp without offset positions", "loss"),
         (2, "cp without documents", "loss"),
+        (2, "moe experts without their reduction", "gradients"),
+        (2, "moe norm by the replicas of dense parameters", "norm"),
+        (2, "moe biases moved by local loads", "weights"),
     ],
 )
 def test_a_planted_error_is_seen(world: int, case: str, wrong: str) -> None:

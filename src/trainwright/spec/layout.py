@@ -126,18 +126,23 @@ class Layout(Noun):
         return tuple(tuple(first + at * stride for at in range(degree)) for first in firsts)
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ep groups, each a tuple of ranks in the order of their experts; every rank is in one.
+        """The ep groups, each a tuple of ranks in the order of their experts; every rank is in one."""
+        return tuple(
+            tuple(block[width] for block in replica) for replica in self.expert_grid() for width in range(self.etp)
+        )
 
-        Within a stage the tp * cp * dp ranks, in that order, are a grid of etp x ep x replicas, innermost first.
-        """
-        plane = [
-            Coordinate(tp, cp, 0, dp) for dp in range(self.dp) for cp in range(self.cp) for tp in range(self.tp)
-        ]
-        groups = []
+    def expert_grid(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Within a stage the tp * cp * dp ranks, in that order, are a grid of etp x ep x replicas, innermost
+        first. Here, stage after stage, is each replica of all experts: by place in ep, the ranks of etp."""
+        grid = []
         for pp in range(self.pp):
-            ranks = [self.rank(coordinate._replace(pp=pp)) for coordinate in plane]
-            for block in range(0, len(ranks), self.etp * self.ep):
-                groups += [
-                    tuple(ranks[block + at : block + self.etp * self.ep : self.etp]) for at in range(self.etp)
-                ]
-        return tuple(groups)
+            plane = [
+                self.rank(Coordinate(tp, cp, pp, dp))
+                for dp in range(self.dp)
+                for cp in range(self.cp)
+                for tp in range(self.tp)
+            ]
+            for first in range(0, len(plane), self.etp * self.ep):
+                replica = plane[first : first + self.etp * self.ep]
+                grid.append(tuple(tuple(replica[at : at + self.etp]) for at in range(0, len(replica), self.etp)))
+        return tuple(grid)

@@ -10,6 +10,7 @@ Shape letters, used as suffixes of tensor names in the whole project (a suffix n
     S  positions of a sequence       N  attention heads     F  d_ff, width inside the MLP
     T  tokens (B and S flattened)    K  key/value heads     X  experts
     H  d_head, width of one head     G  query heads per key/value head
+    C  top_k, choices of one token   R  rows: copies of tokens on their way through experts
 
 FLOPs follow one rule: a matmul of (m, k) by (k, n) is 2*m*k*n, and backward is twice forward. What is
 counted of attention is the convention, which always has a name (`FlopConvention`).
@@ -176,11 +177,18 @@ class MoeMlp(Noun):
             reject("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
         if self.top_groups > self.num_groups:
             reject("top_groups", self.top_groups, f"must be at most num_groups={self.num_groups}")
+        reached = self.num_experts // self.num_groups * self.top_groups
+        if self.top_k > reached:
+            reject("top_k", self.top_k, f"must be at most the {reached} experts of top_groups={self.top_groups}")
         return self
 
     def expert(self) -> DenseMlp:
         """One routed expert as the MLP that it is."""
         return DenseMlp(d_ff=self.d_ff, gated=self.gated, activation=self.activation, bias=self.bias)
+
+    def shared(self) -> DenseMlp:
+        """All shared experts, where there are any, as the one MLP that they are together."""
+        return DenseMlp(d_ff=self.d_ff_shared, gated=self.gated, activation=self.activation)
 
     def _around(self, d_model: int, *, matmul_only: bool) -> int:
         """Parameters beside the routed experts: router and shared experts."""

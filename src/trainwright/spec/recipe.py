@@ -118,6 +118,12 @@ class Recipe(Noun):
     """Kernels are launched from captured graphs: none of them, those of static shape, or all."""
     capacity_factor: Positive | None = None
     """Tokens that an expert takes, over the mean; the rest is dropped. None drops none (dropless)."""
+    balance_loss: NonNegative = 0.0
+    """Weight of a loss for balanced experts beside the cross-entropy: of each sequence and layer, the mean over
+    sequences, the sum over layers (DeepSeek-V3, arXiv:2412.19437 eq. 17-20)."""
+    balance_rate: NonNegative = 1e-3
+    """By which the balance bias of an expert (`MoeMlp.balance_bias`) moves in a step: down where its load was
+    above the mean, up where it was below; DeepSeek-V3's rate for most of its training."""
     expert_imbalance: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Dropless: tokens on the busiest rank of experts over the mean; 1 is forced balance."""
     expert_matmuls: Literal["grouped", "sequential"] = "grouped"

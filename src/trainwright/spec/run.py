@@ -19,7 +19,15 @@ from trainwright.spec.recipe import PRECISIONS, Recipe, format_of
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 
-OF_EXPERTS = ("capacity_factor", "expert_imbalance", "expert_matmuls", "dispatch", "dispatch_fp8")
+OF_EXPERTS = (
+    "capacity_factor",
+    "balance_loss",
+    "balance_rate",
+    "expert_imbalance",
+    "expert_matmuls",
+    "dispatch",
+    "dispatch_fp8",
+)
 """Fields of a recipe that say how experts run."""
 
 
@@ -197,6 +205,10 @@ def require_meaning(recipe: Recipe, model: ModelSpec) -> None:
             weight,
             f"is of multi-token prediction, and {model.name} has none; leave it out",
         )
+    biased = any(isinstance(layer.mlp, MoeMlp) and layer.mlp.balance_bias for layer in model.layer_counts())
+    if recipe.balance_rate != Recipe.model_fields["balance_rate"].default and not biased:
+        remedy = f"{model.name} has no balance_bias that it could move; leave it out"
+        reject("recipe.balance_rate", recipe.balance_rate, remedy)
     if recipe.recompute_layers is not None and recipe.recompute_layers > model.num_layers:
         reject("recipe.recompute_layers", recipe.recompute_layers, f"{model.name} has {model.num_layers} layers")
     if recipe.recompute == "selective":

@@ -7,7 +7,6 @@ without a second's wait; the workers ask it again.
 from operator import attrgetter
 
 from trainwright.spec.errors import reject
-from trainwright.spec.model import DenseMlp, ModelSpec
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
@@ -16,13 +15,10 @@ TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 MOST_BETA2_OF_BF16 = 1 - 2**-8
 """A second moment falls by 1 - beta2 at the most; bf16's spacing is up to 2^-7 of a value, of which half is
 rounded away."""
-TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp")
+TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp", "moe")
 TRAINED_CHOICES = {
     "fused_accumulation": False,
     "cuda_graphs": "none",
-    "capacity_factor": None,
-    "expert_imbalance": 1.0,
-    "expert_matmuls": "grouped",
     "dispatch": "all_to_all",
     "dispatch_fp8": False,
     "gather_fp8": False,
@@ -37,11 +33,9 @@ holds all fields of the recipe against this file, so that none is let through an
 
 def require_trainable(run: Run) -> None:
     """Raise `InvalidSpec` at the first field of a checked run that `train` can't carry out."""
-    _require_model(run.model)
     layout, recipe = run.layout, run.recipe
-    for axis in ("ep", "etp"):
-        if getattr(layout, axis) > 1:
-            reject(f"layout.{axis}", getattr(layout, axis), f"is planned but not trained yet; set layout.{axis}=1")
+    if run.model.is_moe:
+        _require_experts(run)
     for field, trained in TRAINED_CHOICES.items():
         value = attrgetter(field)(recipe)
         if value != trained:
@@ -101,6 +95,17 @@ def _require_moments(recipe: Recipe) -> None:
         )
 
 
+def _require_experts(run: Run) -> None:
+    """What isn't trained beside experts, whether or not it is without them."""
+    recipe = run.recipe
+    if run.layout.cp > 1:
+        # Both count choices in the order of a sequence's positions, which cp may deal out of order.
+        for field, trained in {"capacity_factor": None, "balance_loss": 0.0}.items():
+            if getattr(recipe, field) != trained:
+                why = "is not trained yet with cp, whose ranks have parts of a sequence; leave it out or set cp=1"
+                reject(f"recipe.{field}", getattr(recipe, field), why)
+
+
 def _remedy(trained: object) -> str:
     """What to write into the run file instead."""
     if trained is None:
@@ -108,9 +113,3 @@ def _remedy(trained: object) -> str:
     if isinstance(trained, bool):
         return f"set it to {str(trained).lower()}"
     return f"use {', '.join(trained) if isinstance(trained, tuple) else trained}"
-
-
-def _require_model(spec: ModelSpec) -> None:
-    for layer in spec.layer_counts():
-        if not isinstance(layer.mlp, DenseMlp):
-            reject("model.layer_groups.pattern.mlp.kind", layer.mlp.kind, "is not trained yet; use dense")

@@ -59,10 +59,12 @@ class Mesh:
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """By axis; also `dp_cp` of all ranks that share parameters, its parts `dp_replicate` and `dp_shard`,
     `first_last` between the ends of the pipeline, and `twins` between a rank of it and its mirror image, where pp
-    is even."""
+    is even; of experts `etp`, `ep`, and `edp` between replicas, with `edp_replicate` and `edp_shard`."""
     device_mesh: DeviceMesh | None = None
     """Axes dp_replicate, dp_shard (which has cp inside), pp, tp, outermost first; None for a process that is
     alone."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks as experts are spread over them: edp_replicate, edp_shard, pp, ep, etp."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -80,6 +82,10 @@ class Mesh:
     def submesh(self, *axes: str) -> DeviceMesh:
         assert self.device_mesh is not None
         return self.device_mesh[axes[0]] if len(axes) == 1 else self.device_mesh[axes]
+
+    def expert_submesh(self, *axes: str) -> DeviceMesh:
+        assert self.expert_mesh is not None
+        return self.expert_mesh[axes[0]] if len(axes) == 1 else self.expert_mesh[axes]
 
     def peer(self, pp_rank: int) -> int:
         """Global rank of the pipeline peer at `pp_rank`."""
@@ -128,12 +134,16 @@ def joined(
         dist.destroy_process_group()
 
 
+Division = tuple[tuple[int, ...], ...]
+"""All ranks, cut into groups."""
+
+
 def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: int, timeout: timedelta) -> Mesh:
     """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none."""
     if layout.world == 1:
         return Mesh(layout, rank, device, dp_replicate)
     groups: dict[str, dist.ProcessGroup] = {}
-    axes: dict[str, tuple[tuple[int, ...], ...]] = {axis: layout.groups(axis) for axis in AXES}
+    axes: dict[str, Division] = {axis: layout.groups(axis) for axis in AXES}
     axes["dp_cp"] = _planes(layout)
     shard = layout.dp * layout.cp // dp_replicate
     axes["dp_shard"] = tuple(
@@ -146,13 +156,20 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
         if layout.pp % 2 == 0:
             half = layout.pp // 2
             axes["twins"] = tuple((ranks[at], ranks[-1 - at]) for ranks in axes["pp"] for at in range(half))
+    axes |= _expert_axes(layout, dp_replicate)
+    made: dict[tuple[str, Division], dist.ProcessGroup] = {}
     for axis, all_ranks in axes.items():
+        # Groups of one are alike, and so are those over which states alone are summed or cut.
+        role = "alone" if max(map(len, all_ranks)) == 1 else "states" if "dp" in axis else axis
+        if (role, all_ranks) in made:
+            groups[axis] = made[role, all_ranks]
+            continue
         mine = next(ranks for ranks in all_ranks if rank in ranks)
         # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.
         # PyTorch names them by how many a rank has made, so every rank makes one on every axis.
         group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        groups[axis] = group
+        groups[axis] = made[role, all_ranks] = group
     ranks = torch.arange(layout.world)
     if layout.order == "tp-cp-pp-dp":
         ranks = ranks.view(layout.dp, layout.pp, layout.cp, layout.tp).transpose(1, 2)
@@ -161,8 +178,36 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
     ranks = ranks.reshape(dp_replicate, shard, layout.pp, layout.tp)
     names = ("dp_replicate", "dp_shard", "pp", "tp")
     device_mesh = DeviceMesh.from_group([groups[name] for name in names], device.type, ranks, mesh_dim_names=names)
+    expert_names = ("edp_replicate", "edp_shard", "pp", "ep", "etp")
+    grid = torch.tensor(layout.expert_grid()).view(layout.pp, dp_replicate, -1, layout.ep, layout.etp)
+    expert_mesh = DeviceMesh.from_group(
+        [groups[name] for name in expert_names],
+        device.type,
+        grid.permute(1, 2, 0, 3, 4),
+        mesh_dim_names=expert_names,
+    )
     live = {axis: group for axis, group in groups.items() if group.size() > 1}
-    return Mesh(layout, rank, device, dp_replicate, live, device_mesh)
+    return Mesh(layout, rank, device, dp_replicate, live, device_mesh, expert_mesh)
+
+
+def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, Division]:
+    """The groups of the axes of experts; `edp` in the order of the replicas, which is that of dp, cp and tp."""
+    grid = layout.expert_grid()
+    replicas = layout.expert_dp
+    shard = replicas // dp_replicate
+    edp = tuple(
+        tuple(grid[stage * replicas + at][place][width] for at in range(replicas))
+        for stage in range(layout.pp)
+        for place in range(layout.ep)
+        for width in range(layout.etp)
+    )
+    return {
+        "etp": tuple(ranks for replica in grid for ranks in replica),
+        "ep": layout.expert_groups(),
+        "edp": edp,
+        "edp_shard": tuple(ranks[first : first + shard] for ranks in edp for first in range(0, replicas, shard)),
+        "edp_replicate": tuple(ranks[first::shard] for ranks in edp for first in range(shard)),
+    }
 
 
 def _planes(layout: Layout) -> tuple[tuple[int, ...], ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainwright.spec.recipe import Optimizer
 from trainwright.train.parallel.local import local_of
@@ -22,10 +23,10 @@ def optimizer_of(
     named = list(parameters)
     are_alike = choice.moments == "fp32" and all(each.dtype == gradient_dtype for _, each in named)
     if choice.name == "adamw" and are_alike:
-        return adamw(choice, (parameter for _, parameter in named))
+        return adamw(choice, named)
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
-        is_matrix = parameter.ndim >= 2
+        is_matrix = is_decayed(name, parameter)
         rule = "muon" if choice.name == "muon" and is_matrix and name.startswith("layers.") else "adamw"
         groups.setdefault((rule, is_matrix), []).append(parameter)
     common = {
@@ -42,20 +43,28 @@ def optimizer_of(
     )
 
 
-def adamw(choice: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def adamw(choice: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
     """PyTorch's fused AdamW: moments in the parameters' precision, decay on matrices alone."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": choice.weight_decay},
-        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for name, each in parameters:
+        # The fused update takes the tensors of one mesh at a time.
+        mesh = each.device_mesh if isinstance(each, DTensor) else None
+        groups.setdefault((is_decayed(name, each), mesh), []).append(each)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": group, "weight_decay": choice.weight_decay if decayed else 0.0}
+            for (decayed, _), group in groups.items()
+        ],
         lr=choice.lr,
         betas=(choice.beta1, choice.beta2),
         eps=choice.epsilon,
         fused=True,
     )
+
+
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix; the biases of experts are stacked, and none."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def learning_rate(choice: Optimizer, step: int, steps: int) -> float:

@@ -21,11 +21,14 @@ from trainwright.train.head_loss import HeadLoss
 from trainwright.train.loss import VocabularyPart
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
+from trainwright.train.model.experts import set_routing
 from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import clip, optimizer_of, squared_norm
+from trainwright.train.parallel.balance import Balance
 from trainwright.train.parallel.context import apply_context_parallel
 from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.parallel.dispatch import apply_expert_parallel
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
 from trainwright.train.parallel.materialize import materialize
@@ -71,6 +74,7 @@ class Trainer:
     data_parallel: DataParallel
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
+    balance: Balance
 
     def step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update."""
@@ -93,7 +97,7 @@ class Trainer:
         again = tied[1:] if any(piece.is_first for piece in self.pieces) else tied
         with self.clock.of("optimizer"):
             share = squared_norm(
-                (parameter, copies_of(parameter) * self.data_parallel.copies() * twins)
+                (parameter, copies_of(parameter) * self.data_parallel.copies(parameter) * twins)
                 for _, parameter in self.data_parallel.parameters()
                 if not any(parameter is copy for copy in again)
             )
@@ -114,6 +118,7 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
             self.data_parallel.after_update()
+        self.balance.after_update()
 
     @property
     def ranks_of_a_stage(self) -> int:
@@ -165,6 +170,11 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
             piece.tie()
 
+    # Experts over all ranks of a stage, read as a grid of their own; what is left of it is their data parallelism.
+    for piece in pieces:
+        set_routing(piece, recipe)
+        apply_expert_parallel(piece, mesh, clock)
+
     dropping = None
     if recipe.dropout:
         # Under cp a rank has a contiguous part of the positions, which sequence parallelism cuts again, and inside
@@ -200,6 +210,10 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             fill(piece, piece, "")
         data_parallel = Replicated(pieces, mesh, compute, gradient, clock, overlap=recipe.overlap.dp)
 
+    # The choice of experts is steered by buffers, which no form of data parallelism looks after.
+    has_twin = ends + 1 < layout.pp * layout.vpp
+    balance = Balance(pieces, mesh, master, recipe.balance_rate, has_twin=has_twin)
+
     pipeline = Pipeline(
         pieces,
         schedule.rows(layout.pp, layout.vpp, run.num_microbatches),
@@ -214,4 +228,4 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         dropping=dropping,
     )
     optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters(), gradient)
-    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer)
+    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer, balance)

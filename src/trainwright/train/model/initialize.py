@@ -14,7 +14,7 @@ import torch
 from trainwright.spec.model import ModelSpec
 
 STANDARD_DEVIATION = 0.02
-RESIDUAL_WRITERS = ("attention.out.weight", "mlp.down.weight")
+RESIDUAL_WRITERS = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
 def initial_value(spec: ModelSpec, seed: int, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec
+from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
+from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.functions import ACTIVATIONS, clamped_swiglu, gated
 from trainwright.train.model.latent import Latent
 from trainwright.train.model.norm import Norm
@@ -132,13 +133,19 @@ class Mlp(nn.Module):
         return self.down(gated(gate_BSF, up_BSF, ACTIVATIONS[self.activation]))
 
 
+def mlp_of(spec: ModelSpec, mlp: DenseMlp | MoeMlp) -> nn.Module:
+    """Dense, or experts, of which the shared ones are a dense MLP together."""
+    if isinstance(mlp, DenseMlp):
+        return Mlp(spec, mlp)
+    return MixtureOfExperts(spec, mlp, Mlp(spec, mlp.shared()) if mlp.d_ff_shared else None)
+
+
 class Layer(nn.Module):
     """Attention, residual; MLP, residual; and the norms: `attention_norm` and `mlp_norm` of what a branch reads,
     `attention_out_norm` and `mlp_out_norm` of what it gives."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
-        assert isinstance(layer.mlp, DenseMlp)
         before, after = spec.norm_placement != "post", spec.norm_placement != "pre"
         self.is_parallel = spec.parallel_residual
         self.attention_norm = Norm(spec, spec.d_model) if before else None
@@ -148,7 +155,7 @@ class Layer(nn.Module):
             self.attention = Latent(spec, layer.attention, attention_core)
         self.attention_out_norm = Norm(spec, spec.d_model) if after else None
         self.mlp_norm = Norm(spec, spec.d_model) if before else None
-        self.mlp = Mlp(spec, layer.mlp)
+        self.mlp = mlp_of(spec, layer.mlp)
         self.mlp_out_norm = Norm(spec, spec.d_model) if after else None
 
     def forward(

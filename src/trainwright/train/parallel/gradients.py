@@ -13,8 +13,9 @@ class DataParallel(Protocol):
         """What the optimizer moves, by name: of all pieces, each tensor once."""
         ...
 
-    def copies(self) -> int:
-        """Ranks of dp x cp that hold the same part of a parameter."""
+    def copies(self, parameter: nn.Parameter) -> int:
+        """Ranks of dp x cp (for experts, of their replicas) that hold the same part of a parameter of
+        `parameters`."""
         ...
 
     def held_bytes(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.spec.recipe import Recipe, RecomputeOp
 from trainwright.spec.schedule import SCHEDULES
+from trainwright.train.model.experts import Experts, MixtureOfExperts
 from trainwright.train.model.layers import Layer, Mlp
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Transformer
@@ -68,14 +69,21 @@ def _attention(layer: Layer, recomputed: Recomputed) -> None:
 
 
 def _activation(layer: Layer, recomputed: Recomputed) -> None:
-    """The product that the down projection reads."""
-    if isinstance(layer.mlp, Mlp):
-        layer.mlp.contract = partial(recomputed, layer.mlp.contract)
+    """The product that a down projection reads, of experts too."""
+    for module in layer.mlp.modules():
+        if isinstance(module, Mlp | Experts):
+            module.contract = partial(recomputed, module.contract)
 
 
 def _mlp(layer: Layer, recomputed: Recomputed) -> None:
     """Up and gate projections with the activation: all but the block's input, and the down projection."""
     if isinstance(layer.mlp, Mlp):
+        layer.mlp.forward = partial(recomputed, layer.mlp.forward)
+
+
+def _moe(layer: Layer, recomputed: Recomputed) -> None:
+    """Routing, dispatch and experts, shared ones too: all but the block's input."""
+    if isinstance(layer.mlp, MixtureOfExperts):
         layer.mlp.forward = partial(recomputed, layer.mlp.forward)
 
 
@@ -133,6 +141,7 @@ OPERATIONS: dict[RecomputeOp, Callable[[Layer, Recomputed], None]] = {
     "attention": _attention,
     "activation": _activation,
     "mlp": _mlp,
+    "moe": _moe,
     "norm": _norm,
 }
 """How each operation is wrapped in a layer that has it."""

@@ -6,7 +6,8 @@ arXiv:2006.15704 s3.2).
 
 In bf16 the piece holds bf16 weights; fp32 masters stand beside them, and sums of the microbatches' gradients in
 fp32, or in bf16 where the recipe says so (arXiv:1710.03740 s3.1). Norm weights under sequence parallelism have
-gradients that are partial sums over tp, which are added up here too, once per step.
+gradients that are partial sums over tp, which are added up here too, once per step. Experts are summed over the
+ranks that hold the same ones (edp), which are others than those of dp.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from trainwright.spec.units import MIB
 from trainwright.train.clock import Clock
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.local import bytes_of, local_of
 
@@ -35,6 +37,7 @@ class Slot:
     piece: int
     working: nn.Parameter
     master: nn.Parameter
+    of_experts: bool = False
     bucket: "Bucket | None" = None
 
 
@@ -42,6 +45,8 @@ class Slot:
 class Bucket:
     """Gradients of one piece that travel together."""
 
+    group: dist.ProcessGroup
+    """Over which they are summed."""
     slots: list[Slot] = field(default_factory=list)
     num_bytes: int = 0
     waiting: int = 0
@@ -64,12 +69,16 @@ class Replicated:
         overlap: bool,
     ) -> None:
         self._mesh, self._clock, self._overlap, self._gradient_dtype = mesh, clock, overlap, gradient_dtype
-        self._group = mesh.groups.get("dp_cp")
         self._is_last = dict.fromkeys(range(len(pieces)), False)
         self._slots = [
             slot for number, piece in enumerate(pieces) for slot in _slots(number, piece, compute_dtype)
         ]
-        self._buckets = _buckets(self._slots) if self._group is not None else []
+        self._buckets: list[Bucket] = []
+        for axis, of_experts in (("dp_cp", False), ("edp", True)):
+            group = mesh.groups.get(axis)
+            if group is not None:
+                self._buckets += _buckets([slot for slot in self._slots if slot.of_experts == of_experts], group)
+        self._of_experts = {id(slot.master) for slot in self._slots if slot.of_experts}
         for slot in self._slots:
             slot.master.grad_dtype = gradient_dtype
             if slot.bucket is not None or slot.master is not slot.working:
@@ -79,8 +88,8 @@ class Replicated:
         for slot in self._slots:
             yield slot.name, slot.master
 
-    def copies(self) -> int:
-        return self._mesh.dp_cp
+    def copies(self, parameter: nn.Parameter) -> int:
+        return self._mesh.layout.expert_dp if id(parameter) in self._of_experts else self._mesh.dp_cp
 
     def held_bytes(self) -> dict[str, float]:
         masters = sum(bytes_of(slot.master) for slot in self._slots)
@@ -140,7 +149,7 @@ class Replicated:
 
     def _send(self, bucket: Bucket) -> None:
         bucket.flat = torch.cat([_gradient(slot).view(-1) for slot in bucket.slots])
-        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         assert isinstance(work, dist.Work)
         bucket.work = work
 
@@ -160,15 +169,20 @@ class Replicated:
 
 def _slots(number: int, piece: Transformer, compute_dtype: torch.dtype) -> list[Slot]:
     masters = dict(piece.named_parameters())
+    experts = {id(each) for _, mixture in mixtures(piece) for each in mixture.experts.parameters()}
+    of_experts = {name for name, master in masters.items() if id(master) in experts}
     if all(master.dtype == compute_dtype for master in masters.values()):
-        return [Slot(name, number, master, master) for name, master in masters.items()]
+        return [Slot(name, number, master, master, name in of_experts) for name, master in masters.items()]
     masters = {name: nn.Parameter(master.detach().clone()) for name, master in masters.items()}
     piece.to(compute_dtype)
     piece.tie()
-    return [Slot(name, number, working, masters[name]) for name, working in piece.named_parameters()]
+    return [
+        Slot(name, number, working, masters[name], name in of_experts)
+        for name, working in piece.named_parameters()
+    ]
 
 
-def _buckets(slots: list[Slot]) -> list[Bucket]:
+def _buckets(slots: list[Slot], group: dist.ProcessGroup) -> list[Bucket]:
     """Slots of a piece from its last parameter to its first, cut where a bucket is full."""
     buckets: list[Bucket] = []
     for slot in reversed(slots):
@@ -176,7 +190,7 @@ def _buckets(slots: list[Slot]) -> list[Bucket]:
         num_bytes = local.numel() * local.element_size()
         last = buckets[-1] if buckets else None
         if last is None or last.slots[0].piece != slot.piece or last.num_bytes + num_bytes > BUCKET_BYTES:
-            last = Bucket()
+            last = Bucket(group)
             buckets.append(last)
         last.slots.append(slot)
         last.num_bytes += num_bytes

@@ -10,15 +10,21 @@ The stage says when shards are gathered and gradients are scattered:
 
 Optimizer state is sharded in all three. With dp_replicate above 1 (HSDP) shards are kept within groups, and
 gradients are then summed across them, once per step. FSDP2 would divide by the ranks; here gradients are summed.
+
+Experts are a unit of their own inside their layer: they are cut over the ranks that hold the same ones (edp).
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from trainwright.train.mesh import Mesh
+from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.local import bytes_of, local_of
 
@@ -48,18 +54,28 @@ class Sharded:
         self._whole_values = sum(local_of(each).numel() for piece in pieces for each in piece.parameters())
         self._compute_bytes, self._gradient_bytes = compute_dtype.itemsize, gradient_dtype.itemsize
         axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
-        submesh = mesh.submesh(*axes)
+        submesh, expert_submesh = mesh.submesh(*axes), mesh.expert_submesh(*(f"e{axis}" for axis in axes))
 
-        def shard(piece: Transformer, module: nn.Module, prefix: str) -> None:
+        def shard(piece: Transformer, module: nn.Module, prefix: str, over: DeviceMesh) -> None:
             fill(piece, module, prefix)
-            fully_shard(module, mesh=submesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(
+                module,
+                mesh=over,
+                reshard_after_forward=reshard,
+                shard_placement_fn=partial(_even_cut, ranks=over.size(over.ndim - 1)),
+                mp_policy=policy,
+            )
 
         for piece in pieces:
-            for name, layer in piece.layers.items():
-                shard(piece, layer, f"layers.{name}.")
-            for name, module in piece.later.items():
-                shard(piece, module, f"later.{name}.")
-            shard(piece, piece, "")
+            parts = {
+                **{f"layers.{name}.": layer for name, layer in piece.layers.items()},
+                **{f"later.{name}.": module for name, module in piece.later.items()},
+            }
+            for prefix, part in parts.items():
+                for place, mixture in mixtures(part):
+                    shard(piece, mixture.experts, f"{prefix}{place}.experts.", expert_submesh)
+                shard(piece, part, prefix, submesh)
+            shard(piece, piece, "", submesh)
             for module in _sharded_modules(piece):
                 module.set_gradient_divide_factor(1.0)
                 # gloo and NCCL can add but not add and divide in one.
@@ -74,7 +90,7 @@ class Sharded:
         for piece in self._pieces:
             yield from piece.named_parameters()
 
-    def copies(self) -> int:
+    def copies(self, parameter: nn.Parameter) -> int:
         return 1  # The parameters are DTensors over dp, whose placements say it.
 
     def held_bytes(self) -> dict[str, float]:
@@ -115,6 +131,15 @@ class Sharded:
     def after_update(self) -> None:
         for _, parameter in self.parameters():
             parameter.grad = None
+
+
+def _even_cut(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
+    """Where stacked experts are fewer than ranks or don't go evenly, another dim than the first may; None: the
+    first."""
+    shape = local_of(parameter).shape
+    if len(shape) < 3 or shape[0] % ranks == 0:
+        return None
+    return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
 def _sharded_modules(piece: nn.Module) -> Iterator[FSDPModule]:

@@ -15,6 +15,7 @@ A gradient that is a sum over a part of positions or heads comes back marked as 
 import math
 from collections.abc import Callable, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.latent import Latent
 from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Attention, Layer, Mlp
@@ -76,7 +78,11 @@ def _cut_layer(layer: Layer, mesh: DeviceMesh, edges: dict[str, Crossing], outsi
         _cut_latent(layer.attention, mesh, edges["attention"], outside)
     else:
         _cut_attention(layer.attention, mesh, edges["attention"], outside)
-    _cut_mlp(layer.mlp, mesh, edges["mlp"], outside)
+    if isinstance(layer.mlp, MixtureOfExperts):
+        _cut_around_experts(layer.mlp, mesh, edges["mlp"], outside)
+    else:
+        assert isinstance(layer.mlp, Mlp)
+        _cut_mlp(layer.mlp, mesh, edges["mlp"], outside)
 
 
 def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
@@ -122,6 +128,28 @@ def _cut_mlp(mlp: Mlp, mesh: DeviceMesh, crossing: Crossing, outside: Placement)
     _cut_columns(mlp.up, mesh)
     _cut_rows(mlp.down, mesh, crossing, outside)
     _between(mlp, crossing)
+
+
+def _cut_around_experts(
+    mixture: MixtureOfExperts, mesh: DeviceMesh, crossing: Crossing, outside: Placement
+) -> None:
+    """Each rank routes its own positions; of a sequence it has a part, in the order of ranks. Shared experts are a
+    block; the routed ones are nobody's here (`parallel/dispatch.py`)."""
+    for linear in (mixture.router, mixture.shared_gate):
+        if linear is not None:
+            _keep_whole(linear, mesh, outside)
+    if mixture.shared is not None:
+        assert isinstance(mixture.shared, Mlp)
+        _cut_mlp(mixture.shared, mesh, crossing, outside)
+    mixture.over_sequence = partial(_counts_of_others, crossing=crossing, place=mesh.get_local_rank())
+
+
+def _counts_of_others(
+    count_BX: torch.Tensor, *, crossing: Crossing, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of counts over this rank's positions: those at earlier positions, and those of the whole sequence."""
+    count_BRX = crossing.gathered(count_BX.unsqueeze(1))
+    return count_BRX[:, :place].sum(1), count_BRX.sum(1)
 
 
 def _between(block: nn.Module, crossing: Crossing) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainwright.train.data import Batch
+from trainwright.train.model.experts import mixtures
 from trainwright.train.model.initialize import global_name
 from trainwright.train.parallelize import Trainer
 from trainwright.train.verify.plain import PlainStep
@@ -47,6 +48,11 @@ def compared_step(trainer: Trainer, batch: Batch, lr: float, expected: PlainStep
     for name, parameter in trainer.data_parallel.parameters():
         whole = global_name(trainer.run.model, name)
         weights[whole] = relative_error(parameter, expected.weights[whole])
+    for piece in trainer.pieces:
+        for name, mixture in mixtures(piece):
+            if mixture.balance_bias is not None:
+                whole = f"{name}.balance_bias"
+                weights[whole] = relative_error(mixture.balance_bias, expected.weights[whole])
     return RankErrors(
         loss=_relative(result.loss, expected.loss),
         norm=_relative(result.grad_norm, expected.grad_norm),

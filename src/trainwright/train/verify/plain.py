@@ -5,7 +5,7 @@ them: no group, no schedule, no shard, and PyTorch's own clipping and AdamW. Muo
 it is the orthogonal factor of a matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,12 @@ from trainwright.spec.run import Run
 from trainwright.train.data import IGNORED
 from trainwright.train.loss import summed_cross_entropy
 from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
+from trainwright.train.model.experts import mixtures, set_routing
 from trainwright.train.model.initialize import initial_value
 from trainwright.train.model.later_tokens import shifted
+from trainwright.train.model.routing import moved_bias
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.optimizer import is_decayed
 from trainwright.train.updates import MUON_MOMENTUM, RMS_OF_ADAMW, orthogonalized
 
 
@@ -41,7 +44,7 @@ class PlainStep:
     gradients: dict[str, torch.Tensor]
     """Before clipping."""
     weights: dict[str, torch.Tensor]
-    """After the update."""
+    """After the update; the biases that steer the choice of experts are among them."""
 
 
 class PlainProgram:
@@ -55,13 +58,16 @@ class PlainProgram:
             use_unfused_cores(self.model, self._dropping)
             drop_branches(self.model, self._dropping)
         choice = run.recipe.optimizer
-        hidden = [each for each in self.model.layers.parameters() if each.ndim >= 2]
+        matrices = {each: name for name, each in self.model.named_parameters() if is_decayed(name, each)}
+        hidden = [each for each, name in matrices.items() if name.startswith("layers.")]
         self._momentum = {each: torch.zeros_like(each) for each in hidden} if choice.name == "muon" else {}
-        others = [each for each in self.model.parameters() if each not in self._momentum]
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": [each for each in others if each.ndim >= 2]},
-                {"params": [each for each in others if each.ndim < 2], "weight_decay": 0.0},
+                {"params": [each for each in matrices if each not in self._momentum]},
+                {
+                    "params": [each for each in self.model.parameters() if each not in matrices],
+                    "weight_decay": 0.0,
+                },
             ],
             weight_decay=choice.weight_decay,
             betas=(choice.beta1, choice.beta2),
@@ -98,8 +104,18 @@ class PlainProgram:
             group["lr"] = lr
         self._optimizer.step()
         self._muon(lr)
-        weights = {name: each.detach().clone() for name, each in named}
+        weights = {name: each.detach().clone() for name, each in [*named, *self._moved_biases()]}
         return PlainStep(float(loss.detach()), float(norm), gradients, weights)
+
+    @torch.no_grad()
+    def _moved_biases(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The biases that steer the choice of experts, moved by the loads of the step, which are counted anew."""
+        for name, mixture in mixtures(self.model):
+            if mixture.balance_bias is not None:
+                moved = moved_bias(mixture.balance_bias, mixture.load_X, self._run.recipe.balance_rate)
+                mixture.balance_bias.copy_(moved)
+                mixture.load_X.zero_()
+                yield f"{name}.balance_bias", mixture.balance_bias
 
     @torch.no_grad()
     def _muon(self, lr: float) -> None:
@@ -119,4 +135,5 @@ def plain_model(run: Run, dtype: torch.dtype) -> Transformer:
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(run.model, run.recipe.seed, name, parameter.shape, dtype))
     model.tie()
+    set_routing(model, run.recipe)
     return model

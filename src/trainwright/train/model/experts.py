@@ -1,0 +1,254 @@
+"""A mixture of experts in the place of an MLP: a router, routed experts, and shared ones beside them.
+
+Copies of tokens stand in rows, sorted by expert; one matmul of stacked weights (X, out, in) takes each run of rows
+to its expert, and a token's rows are added up again. A row's weight multiplies between the activation and the down
+projection, where the row is narrow. `model/routing.py` says who goes where.
+
+Two places are left open to forms that spread experts over ranks: `Experts.forward`, from rows to rows, and
+`MixtureOfExperts.over_sequence`, what a part of a sequence has to know of the rest.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainwright.spec.model import ModelSpec, MoeMlp
+from trainwright.spec.recipe import Recipe
+from trainwright.train.model.functions import ACTIVATIONS, Activation, clamped_swiglu
+from trainwright.train.model.routing import (
+    balance_loss,
+    chosen_experts,
+    marks_of,
+    scores_of,
+    weights_of,
+    within_capacity,
+)
+
+ALIGNED_BYTES = 16
+"""Of the rows of what PyTorch's grouped matmul reads."""
+GROUPED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Weights(NamedTuple):
+    """Of some experts, as plain tensors; biases of (X, out)."""
+
+    up_XFD: torch.Tensor
+    down_XDF: torch.Tensor
+    gate_XFD: torch.Tensor | None
+    up_bias_XF: torch.Tensor | None
+    down_bias_XD: torch.Tensor | None
+    gate_bias_XF: torch.Tensor | None
+
+
+class Experts(nn.Module):
+    """MLPs of one shape, each for its own run of rows. `grouped` uses one kernel where there is one for the type
+    and the widths."""
+
+    def __init__(self, spec: ModelSpec, mlp: MoeMlp) -> None:
+        super().__init__()
+        experts, d_ff, d_model = mlp.num_experts, mlp.d_ff, spec.d_model
+        self.activation = mlp.activation
+        self.grouped = True
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape))
+
+        self.up = parameter(experts, d_ff, d_model)
+        self.down = parameter(experts, d_model, d_ff)
+        self.gate = parameter(experts, d_ff, d_model) if mlp.gated else None
+        self.up_bias = parameter(experts, d_ff) if mlp.bias else None
+        self.down_bias = parameter(experts, d_model) if mlp.bias else None
+        self.gate_bias = parameter(experts, d_ff) if mlp.bias and mlp.gated else None
+
+    def forward(self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of experts, `count_X` of each, to what the experts make of them times `weight_R`."""
+        weights = Weights(self.up, self.down, self.gate, self.up_bias, self.down_bias, self.gate_bias)
+        return self.multiplied(row_RD, weight_R, count_X, weights)
+
+    def multiplied(
+        self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor, weights: Weights
+    ) -> torch.Tensor:
+        """The same with these weights, which are the module's or a rank's part of them."""
+        up_RF = self._matmul(row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
+        gate_RF = None
+        if weights.gate_XFD is not None:
+            gate_RF = self._matmul(row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
+        out_RD = self.contract(up_RF, gate_RF, weight_R, count_X, weights.down_XDF)
+        if weights.down_bias_XD is not None:
+            bias_RD = weights.down_bias_XD.repeat_interleave(count_X, dim=0)
+            out_RD = out_RD + bias_RD * weight_R.to(bias_RD.dtype).unsqueeze(-1)
+        return out_RD
+
+    def contract(
+        self,
+        up_RF: torch.Tensor,
+        gate_RF: torch.Tensor | None,
+        weight_R: torch.Tensor,
+        count_X: torch.Tensor,
+        down_XDF: torch.Tensor,
+    ) -> torch.Tensor:
+        """The activation and the way down, which recomputation can wrap by themselves."""
+        if self.activation == "swiglu_clamped":
+            assert gate_RF is not None
+            inner_RF = clamped_swiglu(gate_RF, up_RF) * weight_R.unsqueeze(-1).to(up_RF.dtype)
+        else:
+            inner_RF = _Weighted.apply(up_RF, gate_RF, weight_R, ACTIVATIONS[self.activation])  # pyright: ignore[reportAssignmentType]
+        return self._matmul(inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
+
+    def _matmul(
+        self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None, count_X: torch.Tensor
+    ) -> torch.Tensor:
+        if self.grouped and _has_kernel(row_RI, weight_XOI):
+            ends_X = count_X.cumsum(0).to(torch.int32)
+            out_RO = F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)
+        else:
+            runs = row_RI.split(count_X.tolist())
+            out_RO = torch.cat([F.linear(run, each) for run, each in zip(runs, weight_XOI, strict=True)])
+        return out_RO if bias_XO is None else out_RO + bias_XO.repeat_interleave(count_X, dim=0)
+
+
+class MixtureOfExperts(nn.Module):
+    """Of the layer's tokens each goes through its chosen experts and through the shared ones.
+
+    What the recipe says is set from outside: `capacity_factor` (None drops no token), `loss_weight`, which
+    multiplies each sequence's loss for balance, and `experts.grouped`. `load_X` counts choices of each expert
+    until someone sets it back.
+    """
+
+    balance_bias: torch.Tensor | None
+    load_X: torch.Tensor
+
+    def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.router = nn.Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
+        self.experts = Experts(spec, mlp)
+        self.shared = shared
+        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
+        self.register_buffer("balance_bias", torch.zeros(mlp.num_experts) if mlp.balance_bias else None)
+        self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
+        self.capacity_factor: float | None = None
+        self.loss_weight = 0.0
+        self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
+        """From choices of each sequence and expert here, (B, X), to those at earlier positions and to all."""
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        expert_BSC, weight_BSC, kept_BSC = self._routed(x_BSD)
+        x_TD = x_BSD.flatten(0, 1)
+        expert_R, weight_R = expert_BSC.flatten(), weight_BSC.flatten()
+        token_R = torch.arange(x_TD.shape[0], device=x_TD.device).repeat_interleave(self.mlp.top_k)
+        order_R = expert_R.argsort(stable=True)
+        if kept_BSC is not None:
+            order_R = order_R[kept_BSC.flatten()[order_R]]
+        count_X = expert_R[order_R].bincount(minlength=self.mlp.num_experts)
+        token_R = token_R[order_R]
+        row_RD = x_TD.index_select(0, token_R)
+        out_RD = self.experts(row_RD, weight_R.index_select(0, order_R), count_X)
+        out_BSD = torch.zeros_like(x_TD).index_add(0, token_R, out_RD).view_as(x_BSD)
+        if self.shared is None:
+            return out_BSD
+        shared_BSD = self.shared(x_BSD)
+        if self.shared_gate is not None:
+            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
+        return out_BSD + shared_BSD
+
+    def _routed(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Experts and weights of each token, and which of them are within the capacity (None: all)."""
+        mlp = self.mlp
+        scores_BSX = scores_of(self.router(x_BSD), mlp)
+        expert_BSC = chosen_experts(scores_BSX, self.balance_bias, mlp)
+        weight_BSC = weights_of(scores_BSX, expert_BSC, mlp)
+        if self.balance_bias is not None and not _in_backward():
+            self.load_X += expert_BSC.flatten().bincount(minlength=mlp.num_experts)
+        if self.capacity_factor is None and not self.loss_weight:
+            return expert_BSC, weight_BSC, None
+        marks_BSX = marks_of(expert_BSC, mlp.num_experts)
+        earlier_BX, total_BX = self.over_sequence(marks_BSX.sum(1))
+        # Each position chose top_k.
+        seq_len = int(total_BX[0].sum()) // mlp.top_k
+        if self.loss_weight and torch.is_grad_enabled():
+            loss = balance_loss(scores_BSX, total_BX, seq_len, mlp)
+            weight_BSC = _WithLoss.apply(weight_BSC, loss, self.loss_weight)  # pyright: ignore[reportAssignmentType]
+        if self.capacity_factor is None:
+            return expert_BSC, weight_BSC, None
+        kept_BSX = within_capacity(marks_BSX, earlier_BX, seq_len, self.capacity_factor, mlp)
+        return expert_BSC, weight_BSC, kept_BSX.gather(-1, expert_BSC)
+
+
+def whole_sequence(count_BX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`over_sequence` where all of the sequence is here."""
+    return torch.zeros_like(count_BX), count_BX
+
+
+def mixtures(module: nn.Module) -> list[tuple[str, MixtureOfExperts]]:
+    """The mixtures of experts in a module, by name."""
+    return [(name, each) for name, each in module.named_modules() if isinstance(each, MixtureOfExperts)]
+
+
+def set_routing(module: nn.Module, recipe: Recipe) -> None:
+    """Tell all mixtures of a module what a recipe says of them. The loss for balance is a mean over the sequences
+    of a step, each of which adds its own."""
+    for _, mixture in mixtures(module):
+        mixture.capacity_factor = recipe.capacity_factor
+        mixture.loss_weight = recipe.balance_loss / recipe.global_batch
+        mixture.experts.grouped = recipe.expert_matmuls == "grouped"
+
+
+def _has_kernel(row_RI: torch.Tensor, weight_XOI: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped matmul takes these, forward and backward."""
+    aligned = all(width * row_RI.element_size() % ALIGNED_BYTES == 0 for width in weight_XOI.shape[1:])
+    return row_RI.dtype in GROUPED_DTYPES and aligned and row_RI.shape[0] > 0
+
+
+def _in_backward() -> bool:
+    """Whether this forward is a recomputation, whose tokens have been counted before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Weighted(torch.autograd.Function):
+    """act(gate) * up * weight, or act(up) * weight, which keeps its inputs alone (as `functions.gated` does)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, up_RF: torch.Tensor, gate_RF: torch.Tensor | None, weight_R: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
+        ctx.save_for_backward(up_RF, gate_RF, weight_R)
+        ctx.activation = activation
+        weight_R1 = weight_R.unsqueeze(-1).to(up_RF.dtype)
+        if gate_RF is None:
+            return activation(up_RF).mul_(weight_R1)
+        return activation(gate_RF).mul_(up_RF).mul_(weight_R1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        up_RF, gate_RF, weight_R = ctx.saved_tensors
+        upstream_RF, weight_R1 = gradients[0], weight_R.unsqueeze(-1).to(up_RF.dtype)
+        with torch.enable_grad():
+            inner = (up_RF if gate_RF is None else gate_RF).detach().requires_grad_()
+            active = ctx.activation(inner)
+        d_active = upstream_RF * weight_R1
+        product = active.detach()
+        d_up = None
+        if gate_RF is not None:
+            d_up, d_active = d_active * product, d_active * up_RF
+            product = product * up_RF
+        (d_inner,) = torch.autograd.grad(active, inner, d_active)
+        d_weight_R = (upstream_RF * product).sum(-1, dtype=weight_R.dtype)
+        return (d_inner, None, d_weight_R, None) if gate_RF is None else (d_up, d_inner, d_weight_R, None)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its input, which from here on carries a loss: backward sends `weight` into it, whatever comes from above.
+    So a loss that arises inside a layer needs no way out of it."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight, ctx.like = weight, loss.detach()
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradients[0], torch.full_like(ctx.like, ctx.weight), None
