@@ -131,7 +131,6 @@ def test_experts_train_alike_on_one_rank_and_on_four(tmp_path: Path) -> None:
         directory.mkdir()
         recipe = {"balance_loss": 0.01, "balance_rate": 0.01, "capacity_factor": 1.5, "zero": 2}
         run = run_on(directory, **case(DEEPSEEK, recipe, **layout))
-        assert predict(run).fits
         status, lines = train(directory, run.layout.world)
         assert status == 0, lines
         metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
