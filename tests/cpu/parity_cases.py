@@ -309,6 +309,10 @@ for world, controls in parity_moe.CONTROLS.items():
     CONTROLS[world] = CONTROLS.get(world, {}) | controls
 
 
+MADE: dict[Any, Any] = {}
+"""Process groups of all cases so far: each has threads, and hundreds of them would crowd out the ranks."""
+
+
 def stands_where_the_layout_says(mesh: Mesh) -> None:
     """Groups and DeviceMesh say the same of who is whose neighbour; a rank at the wrong place of an axis would go
     unnoticed in the numbers."""
@@ -337,7 +341,8 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
-    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+    cpu, timeout = torch.device("cpu"), timedelta(seconds=60)
+    mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timeout, MADE)
     stands_where_the_layout_says(mesh)
     require_trainable(run.check())
     trainer = parallelize(run, mesh, Clock())
@@ -359,33 +364,12 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     return errors.worst()
 
 
-class Groups:
-    """Process groups of one case after another. All of a case's are ended with it: they have threads, which would
-    outnumber the cores by hundreds before the last case."""
-
-    def __init__(self) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        self.rank, self._world, self._case = dist.get_rank(), dist.get_world_size(), 0
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def renew(self) -> None:
-        """Names of groups come again, and what a store has of earlier ones would be taken for theirs."""
-        self._case += 1
-        self.end()
-        store = dist.PrefixStore(f"case {self._case}", self._store)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self._world, timeout=timedelta(seconds=60)
-        )
-
-    def end(self) -> None:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 def main(world: int, output: Path) -> None:
     torch.set_num_threads(1)
-    groups = Groups() if world > 1 else None
-    rank = groups.rank if groups else 0
+    rank = 0
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        rank = dist.get_rank()
     jobs = {name: (fields, None) for name, fields in CASES[world].items()} | CONTROLS.get(world, {})
     results: dict[str, Any] = {}
     only = sys.argv[3:]
@@ -410,10 +394,9 @@ def main(world: int, output: Path) -> None:
         if rank == 0:
             output.write_text(json.dumps(results))
         gc.collect()
-        if groups:
-            groups.renew()
-    if groups:
-        groups.end()
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
     leave(0)
 
 

@@ -175,7 +175,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     8: {
         "deepseek-v3, dualpipe x ep 4, zero 1": with_recipe(
-            {**DEEPSEEK_V3, **SPLIT["dualpipe"], "dp": 4, "ep": 4}, schedule="dualpipe", zero=1
+            {**DEEPSEEK_V3, **SPLIT["dualpipe"], "dp": 4, "ep": 4}, schedule="dualpipe", zero=1, global_batch=16
         ),
         "deepseek-v3, tp x pp x dp, ep 4, zero 1": with_recipe(
             {**DEEPSEEK_V3, "tp": 2, "pp": 2, "dp": 2, "ep": 4}, zero=1

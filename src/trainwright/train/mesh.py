@@ -138,8 +138,19 @@ Division = tuple[tuple[int, ...], ...]
 """All ranks, cut into groups."""
 
 
-def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: int, timeout: timedelta) -> Mesh:
-    """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none."""
+def build_mesh(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    dp_replicate: int,
+    timeout: timedelta,
+    made: dict[tuple[str, Division], dist.ProcessGroup] | None = None,
+) -> Mesh:
+    """Groups of every axis among initialized ranks; all of them call it. A rank that is alone has none.
+
+    made: this rank's groups that exist already, by role and division, to which new ones are added; the same on all
+    ranks but for the groups.
+    """
     if layout.world == 1:
         return Mesh(layout, rank, device, dp_replicate)
     groups: dict[str, dist.ProcessGroup] = {}
@@ -157,7 +168,7 @@ def build_mesh(layout: Layout, rank: int, device: torch.device, dp_replicate: in
             half = layout.pp // 2
             axes["twins"] = tuple((ranks[at], ranks[-1 - at]) for ranks in axes["pp"] for at in range(half))
     axes |= _expert_axes(layout, dp_replicate)
-    made: dict[tuple[str, Division], dist.ProcessGroup] = {}
+    made = {} if made is None else made
     for axis, all_ranks in axes.items():
         # Groups of one are alike, and so are those over which states alone are summed or cut.
         role = "alone" if max(map(len, all_ranks)) == 1 else "states" if "dp" in axis else axis
