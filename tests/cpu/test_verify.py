@@ -109,8 +109,8 @@ def test_the_command_names_the_axis(tmp_path: Path, capfd: pytest.CaptureFixture
         ({"dp": 2}, ["--inject", "zero-mean"], "needs recipe.zero of 1 to 3"),
         ({"tp": 2}, ["--processes", "1", "--inject", "norm-tp"], "or give --processes more"),
         ({}, ["--inject", "norm-tq"], "no such fault; did you mean norm-tp"),
-        ({}, ["--processes", "0"], "--processes=0"),
-        ({}, ["--steps", "0"], "--steps=0"),
+        ({}, ["--processes", "0"], "--processes='0'"),
+        ({}, ["--steps", "0"], "--steps='0'"),
         ({}, ["--set", "recipe.cuda_graphs=full"], "recipe.cuda_graphs='full': is planned but not trained"),
     ],
 )

@@ -25,6 +25,7 @@ from trainwright.cli import (
     predict,
     sweep,
     timeline,
+    trace,
     train,
     validate,
     verify,
@@ -33,7 +34,7 @@ from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("verify", "validate", "models", "clusters", "demo"),
+    *("verify", "trace", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -76,6 +77,7 @@ app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
+app.command("trace", epilog=trace.EXAMPLE)(trace.trace)
 app.command("validate", epilog=validate.EXAMPLE)(validate.validate)
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")

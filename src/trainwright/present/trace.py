@@ -1,13 +1,13 @@
 """A timeline as a trace that ui.perfetto.dev and chrome://tracing open: Chrome's trace-event JSON.
 
-A process for each pipeline rank, a thread for each of its tracks; a track whose events overlap, as sends may,
+A process for each rank, a thread for each of its tracks; a track whose events overlap, as sends may,
 goes over several threads. Times are in microseconds, rounded to the nanosecond that the viewer keeps, so that
 events that touch still do. The format: "Trace Event Format", Chromium project, complete ("X") and metadata ("M")
 events.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainwright.spec.timeline import TRACKS, Event, Timeline
@@ -18,26 +18,40 @@ Thread = tuple[int, str, int]
 
 
 def trace_json(timeline: Timeline) -> str:
-    """One JSON document, an event a line."""
+    """The predicted step."""
     head = {
         "run": timeline.run_name,
         "step_s": timeline.step_s,
         "microbatches": timeline.num_microbatches,
         "of_microbatches": timeline.of_microbatches,
     }
+    processes = [
+        f"pipeline rank {rank}, stage {' and '.join(map(str, stages))}"
+        for rank, stages in enumerate(timeline.stages)
+    ]
+    return events_json(head, processes, TRACKS, timeline.events)
+
+
+def events_json(
+    head: Mapping[str, Any], processes: Sequence[str], tracks: Sequence[str], events: Iterable[Event]
+) -> str:
+    """One JSON document, an event a line: a process for each rank, by its name, and its tracks in this order."""
     lines = ",\n".join(
-        json.dumps(each, separators=(",", ":"), allow_nan=False) for each in _trace_events(timeline)
+        json.dumps(each, separators=(",", ":"), allow_nan=False)
+        for each in _trace_events(processes, tracks, events)
     )
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(head)},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    placed = [*_placed(timeline.events)]
+def _trace_events(
+    processes: Sequence[str], tracks: Sequence[str], events: Iterable[Event]
+) -> Iterator[dict[str, Any]]:
+    placed = [*_placed(events)]
     found = {thread for _, thread, _, _ in placed}
-    ordered = sorted(found, key=lambda thread: (thread[0], TRACKS.index(thread[1]), thread[2]))
+    ordered = sorted(found, key=lambda thread: (thread[0], tracks.index(thread[1]), thread[2]))
     # Beyond the numbers of processes, as a thread with its process' number counts as its main one.
-    numbers = {thread: len(timeline.stages) + 1 + at for at, thread in enumerate(ordered)}
-    yield from _names(timeline, numbers)
+    numbers = {thread: len(processes) + 1 + at for at, thread in enumerate(ordered)}
+    yield from _names(processes, numbers)
     for event, thread, start_ns, end_ns in placed:
         yield _complete(event, numbers[thread], start_ns, end_ns)
 
@@ -74,10 +88,9 @@ def _complete(event: Event, number: int, start_ns: int, end_ns: int) -> dict[str
     }
 
 
-def _names(timeline: Timeline, numbers: Mapping[Thread, int]) -> Iterator[dict[str, Any]]:
+def _names(processes: Sequence[str], numbers: Mapping[Thread, int]) -> Iterator[dict[str, Any]]:
     """Names of processes and threads, and the order in which they are shown."""
-    for rank, stages in enumerate(timeline.stages):
-        name = f"pipeline rank {rank}, stage {' and '.join(map(str, stages))}"
+    for rank, name in enumerate(processes):
         yield {"ph": "M", "pid": rank + 1, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank + 1, "name": "process_sort_index", "args": {"sort_index": rank}}
     for (rank, track, lane), number in numbers.items():

@@ -128,11 +128,11 @@ def _norm_without(axis: Axis, subject: "Subject") -> None:
     plain, place = mesh.sum_over_world, getattr(mesh.coordinate, axis)
 
     def summed(values: list[float]) -> list[float]:
-        loss, square = values
+        *others, square = values
         squares = [0.0] * mesh.layout.degree(axis)
         squares[place] = square
-        total, *by_place = plain([loss, *squares])
-        return [total, by_place[place]]
+        sums = plain([*others, *squares])
+        return [*sums[: len(others)], sums[len(others) + place]]
 
     object.__setattr__(mesh, "sum_over_world", summed)
 

@@ -1,0 +1,66 @@
+"""Steps whose collectives `test_trace.py` counts by hand, by world size; and the worker that records them."""
+
+import gc
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from example import example_run
+
+from trainwright.train.mesh import build_mesh, leave
+from trainwright.train.trace.trace import trace
+
+SMALL = {"global_batch": 4, "micro_batch": 1}
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "tp": {"tp": 2, "recipe": SMALL},
+        "tp recomputed": {"tp": 2, "recipe": {**SMALL, "recompute": "full"}},
+        "tp without sequence parallelism": {"tp": 2, "recipe": {**SMALL, "sequence_parallel": False}},
+        "dp": {"dp": 2, "recipe": SMALL},
+        "dp bf16": {"dp": 2, "recipe": {**SMALL, "precision": "bf16"}},
+        "dp without overlap": {"dp": 2, "recipe": {**SMALL, "overlap": {"dp": False}}},
+        "zero 1": {"dp": 2, "recipe": {**SMALL, "zero": 1}},
+        "zero 3": {"dp": 2, "recipe": {**SMALL, "zero": 3}},
+        "pp tied": {"pp": 2, "model": {"tied_embeddings": True}, "recipe": SMALL},
+        "pp interleaved": {"pp": 2, "vpp": 2, "recipe": {**SMALL, "schedule": "interleaved_1f1b"}},
+    },
+    4: {
+        "tp x zero 3": {"tp": 2, "dp": 2, "recipe": {**SMALL, "zero": 3}},
+        "hsdp": {"dp": 4, "recipe": {**SMALL, "zero": 2, "dp_replicate": 2}},
+        "tp x pp": {"tp": 2, "pp": 2, "recipe": SMALL},
+    },
+}
+
+
+def main(world: int, output: Path, only: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, results = dist.get_rank(), {}
+    for name, fields in CASES[world].items():
+        if only and name not in only:
+            continue
+        run = example_run(**fields).check()
+        mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+        try:
+            results[name] = trace(run, mesh).plain()
+        except Exception:
+            print(f"case {name!r} failed on rank {rank}\n{traceback.format_exc()}", file=sys.stderr)
+            leave(1)
+        gc.collect()
+    if rank == 0:
+        output.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
