@@ -43,13 +43,13 @@ def _holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[
 def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
     """Ranks, and what they hold while a turn of their row runs that drops something: what the turn adds is there
     already, what it drops still is. A turn is an act, or two that are paired."""
-    kinds, _, chunks, paired = zip(*chain.from_iterable(rows), strict=True)
-    kind = np.frombuffer("".join(kinds).encode(), dtype="S1")
+    acts = [*chain.from_iterable(rows)]
+    kind = np.frombuffer("".join([act.kind for act in acts]).encode(), dtype="S1")
     # Of a pair, which stand side by side, the second is of the turn of the first.
-    second = np.array(paired)
+    second = np.array([act.paired for act in acts])
     second &= np.cumsum(second) % 2 == 0
     starts = np.flatnonzero(~second)
-    of_chunk = np.array(chunks)[:, None] == np.arange(vpp)
+    of_chunk = np.array([act.chunk for act in acts])[:, None] == np.arange(vpp)
 
     def in_turns(*which: bytes) -> Ints:
         """How many acts of each turn are of these kinds, by chunk, (turns, vpp)."""
@@ -73,7 +73,7 @@ def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:
     # none.
     left, kept = np.lexsort((-rows.sum(axis=1), group)), [np.zeros(0, dtype=np.intp)]
     while len(left):
-        begins = np.r_[True, np.diff(group[left]) > 0]
+        begins = np.diff(group[left], prepend=-1) > 0
         first = left[begins]
         kept.append(first)
         left = left[(rows[left] > rows[first[np.cumsum(begins) - 1]]).any(axis=1)]
