@@ -5,14 +5,16 @@ again stands before it. Communication is what stays exposed: the recipe's switch
 rates how much does. Where launching takes the host longer than the device computes, the device waits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trainwright.plan import geometry, rates
-from trainwright.plan.collectives import collective_s, dispatch_s
+from trainwright.plan.collectives import collective, dispatch_s
 from trainwright.plan.operations import AttentionCore, Collective, Dispatch, Elementwise, Matmul, Operation, Piece
 from trainwright.plan.table import SCHEDULE, Floats, Table
+from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.model import MoeMlp
@@ -64,6 +66,8 @@ class Clock:
         ep, etp = table.columns.ep, table.columns.etp
         self._experts = (ep, geometry.expert_members(table, etp, ep))
         self._expert_tp = (etp, geometry.expert_members(table, np.ones_like(etp), etp))
+        self._collectives: dict[tuple[str, bool, str], Callable[[Floats], Floats]] = {}
+        """By axis, whether over experts, and operation: seconds as a function of the message."""
 
     def timed(self, piece: Piece, mlp: MoeMlp | None = None) -> list[_Timed]:
         """The piece's operations with their seconds. mlp: the experts that it dispatches to."""
@@ -132,9 +136,12 @@ class Clock:
                 )
                 return _Timed(each, "ep", forward, backward, none)
 
-    def _collective(self, each: Collective, op: str) -> Floats:
-        size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
-        return collective_s(self.table.cluster, op, each.message_bytes, size, members)  # pyright: ignore[reportArgumentType]
+    def _collective(self, each: Collective, op: CollectiveOp) -> Floats:
+        key = (each.axis, each.over_experts, op)
+        if key not in self._collectives:
+            size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
+            self._collectives[key] = collective(self.table.cluster, op, size, members)
+        return self._collectives[key](each.message_bytes)
 
     def _overlapped(self, timed: list[_Timed]) -> list[_Timed]:
         """The same with the communication that hides left out."""

@@ -154,23 +154,17 @@ class Bounds:
 def bounds(shape: Shape) -> Bounds:
     """Of every rank: the way of the first microbatch to it, its work, the way of the last gradient from it."""
     made = assembly(shape)
-    stages, pp = made.stages, shape.pp
-    twice = len(stages) < made.stage_of.size
-    rows = []
-    for rank in range(pp):
-        # The stages before its nearest chunk; where microbatches come from both ends, the nearer end's.
-        ahead = int(made.stage_of[rank].min())
-        before = stages[:ahead].sum(axis=0)
-        work = made.ranks[rank] / (2 if twice else 1)
-        splits = shape.schedule.startswith(("zb", "dualpipe"))
-        # A weight gradient may be the last act: then no gradient is on its way any more.
-        after = 0 * before if splits else before
-        sends = ahead + (0 if splits else ahead)
-        rows.append((before, after, work, sends))
-    table = np.array([np.concatenate([before, after, work, [sends]]) for before, after, work, sends in rows])
+    stages, width = made.stages, made.stages.shape[1]
+    halves = 2 if len(stages) < made.stage_of.size else 1
+    # The stages before a rank's nearest chunk; where microbatches come from both ends, the nearer end's.
+    ahead = made.stage_of.min(axis=1)
+    before = np.cumsum(np.concatenate([np.zeros((1, width)), stages]), axis=0)[ahead]
+    # A weight gradient may be the last act: then no gradient is on its way any more.
+    splits = shape.schedule.startswith(("zb", "dualpipe"))
+    after, sends = (0 * before, ahead) if splits else (before, 2 * ahead)
+    table = np.concatenate([before, after, made.ranks / halves, sends[:, None]], axis=1)
     kept = undominated(table)
-    width = stages.shape[1]
-    chunks = made.stage_of.shape[1] / (2 if twice else 1)
+    chunks = made.stage_of.shape[1] / halves
     return Bounds(
         forward_before=table[kept, :width],
         backward_after=table[kept, width : 2 * width],

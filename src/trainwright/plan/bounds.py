@@ -182,9 +182,9 @@ def _parts(row: Row, held: tuple[int, ...], num_stages: int) -> tuple[list[int],
 
     def counted(acts: Row) -> Ints:
         counts = np.zeros(3 * num_stages, dtype=np.int64)
-        for act in acts:
-            for kind in kinds[act.kind]:
-                counts[kind * num_stages + held[act.chunk]] += 1
+        for (act, chunk), number in Counter((act.kind, act.chunk) for act in acts).items():
+            for kind in kinds[act]:
+                counts[kind * num_stages + held[chunk]] += number
         return counts
 
     forwards = [at for at, act in enumerate(row) if act.kind == "F"]

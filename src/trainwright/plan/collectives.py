@@ -7,6 +7,7 @@ cluster's gain. An all_to_all sends each peer its own part: what goes to the own
 rank's NIC. A collective that the cluster has measured at its group size takes the measured line.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import comb
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainwright.plan.operations import Dispatch
-from trainwright.plan.table import Floats, Ints, Rows, Table
+from trainwright.plan.table import Floats, Ints, Table
 from trainwright.spec.cluster import ClusterSpec, CollectiveOp
 from trainwright.spec.model import MoeMlp
 
@@ -29,9 +30,6 @@ class Line(NamedTuple):
     def at(self, message_bytes: Floats) -> Floats:
         return self.latency_s + message_bytes * self.s_per_byte
 
-    def take(self, rows: Rows) -> "Line":
-        return Line(self.latency_s[rows], self.s_per_byte[rows])
-
 
 def collective_s(
     cluster: ClusterSpec, op: CollectiveOp, message_bytes: Floats, size: Ints, members: Ints
@@ -40,13 +38,22 @@ def collective_s(
 
     message_bytes: the whole tensor's; of an all_to_all, what one rank holds before it. Zero for groups of one.
     """
+    return collective(cluster, op, size, members)(message_bytes)
+
+
+def collective(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> Callable[[Floats], Floats]:
+    """The same as a function of the message."""
     if (size <= 1).all():
-        return np.zeros(len(size))
-    if op == "all_to_all":
+        return lambda message_bytes: np.zeros(len(size))
+    if op != "all_to_all":
+        return line(cluster, op, size, members).at
+
+    def all_to_all_s(message_bytes: Floats) -> Floats:
         inside, outside = (members - 1) / size, (size - members) / size
         seconds = exchange_s(cluster, message_bytes * inside, message_bytes * outside, size, members)
         return np.where(size > 1, _measured_exchange(cluster, seconds, message_bytes, size, members), 0.0)
-    return line(cluster, op, size, members).at(message_bytes)
+
+    return all_to_all_s
 
 
 def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> Line:

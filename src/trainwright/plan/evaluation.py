@@ -74,13 +74,11 @@ class Evaluation:
         by_cause = {
             cause: value[:, 0] for cause, value in moment_bytes(table, self.shape(row), every, held).items()
         }
-        total = sum(by_cause.values(), np.zeros(1))
-        ranks = []
-        for rank in range(int(self.table.columns.pp[row])):
-            places = np.flatnonzero(every.rank == rank)
-            at = places[total[places].argmax()]
-            ranks.append({cause: float(value[at]) for cause, value in by_cause.items()})
-        return ranks
+        # Of each rank the first moment with most bytes.
+        order = np.lexsort((-sum(by_cause.values(), np.zeros(1)), every.rank))
+        peaks = order[np.flatnonzero(np.diff(every.rank[order], prepend=-1))]
+        ranks = zip(*(value[peaks].tolist() for value in by_cause.values()), strict=True)
+        return [dict(zip(by_cause, values, strict=True)) for values in ranks]
 
     def pipe(self, row: int, *, sends: bool = True, pairs: bool = True) -> Pipe:
         """The row's pipeline, as it is played: without sends, or without what paired acts hide, where asked."""
@@ -150,8 +148,7 @@ class Evaluation:
         return count if all_count else min(count, ENOUGH_ROUNDS * pp)
 
     def _judge_all(self) -> None:
-        """Judge the rows in groups of one shape and number of microbatches to hold. They are put in order first,
-        so that a group is a slice."""
+        """Judge the rows in groups of one shape and number of microbatches to hold."""
         c, count = self.table.columns, self.table.num_microbatches
         all_count = np.array([SCHEDULES[name].forwards_first for name in SCHEDULE])[c.schedule]
         enough = np.where(all_count, count, np.minimum(count, ENOUGH_ROUNDS * c.pp))
@@ -160,14 +157,10 @@ class Evaluation:
         ]
         key = combined(c.schedule, c.pp, c.vpp, layers + 1, enough)
         order = np.argsort(key, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0])
-        table = self.table.take(order)
-        dense, experts = Sharing.of(table), Sharing.of_experts(table) if table.model.is_moe else None
-        for start, end in zip(starts, np.r_[starts[1:], len(order)], strict=True):
-            group = slice(start, end)
-            shared = dense.take(group), experts and experts.take(group)
-            row = int(order[start])
-            self._judge(self.shape(row), int(enough[row]), order[group], table.take(group), *shared)
+        for places in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+            table, row = self.table.take(places), int(places[0])
+            experts = Sharing.of_experts(table) if table.model.is_moe else None
+            self._judge(self.shape(row), int(enough[row]), places, table, Sharing.of(table), experts)
 
     def _sends(self) -> Floats:
         table = self.table

@@ -5,8 +5,6 @@ its scores again, routers, multi-token prediction, copies on several tensor-para
 experts are computed and not counted. `spec/waterfall.py` shows the difference.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from trainwright.plan.assembly import assembly
@@ -20,25 +18,18 @@ from trainwright.spec.answers import ComputedFlops, WorkKind
 from trainwright.spec.cluster import Format
 from trainwright.spec.model import FlopConvention
 
-OfPiece = Callable[[Piece], Floats | float]
-
 
 def computed_flops(evaluation: Evaluation, row: int, convention: FlopConvention) -> dict[WorkKind, ComputedFlops]:
     """Of a device in the row's step, by kind."""
-    table = evaluation.table
-    counted = _counted(table, row, convention)
     busiest, mean = _busiest(evaluation, row), _mean(evaluation, row)
-
-    def of_rank(counts: Floats, value: OfPiece) -> float:
-        return float(counts @ _values(evaluation, row, value))
-
     found: dict[WorkKind, ComputedFlops] = {}
-    for kind in counted:
+    for kind, counted in _counted(evaluation.table, row, convention).items():
+        flops, at_peak_s = _of_pieces(evaluation, row, kind)
         found[kind] = ComputedFlops(
-            busiest_flops=of_rank(busiest, lambda piece, kind=kind: _flops(piece, kind)),
-            mean_flops=of_rank(mean, lambda piece, kind=kind: _flops(piece, kind)),
-            at_peak_s=of_rank(busiest, lambda piece, kind=kind: _at_peak_s(table, piece, kind)),
-            counted_flops=counted[kind],
+            busiest_flops=float(busiest @ flops),
+            mean_flops=float(mean @ flops),
+            at_peak_s=float(busiest @ at_peak_s),
+            counted_flops=counted,
         )
     return found
 
@@ -66,24 +57,27 @@ def _mean(evaluation: Evaluation, row: int) -> Floats:
     return assembly(shape).stages.sum(axis=0) * float(evaluation.table.num_microbatches[row]) / shape.pp
 
 
-def _values(evaluation: Evaluation, row: int, value: OfPiece) -> Floats:
-    """`value` of each piece, layers twice as `Figures` has them."""
-    pieces, split, inside = evaluation.parts.pieces, len(kinds_of(evaluation.table)), evaluation.inside_of(row)
-    return np.array([_at(value(piece), inside) for piece in [*pieces[:split], *pieces]])
+def _of_pieces(evaluation: Evaluation, row: int, kind: WorkKind) -> tuple[Floats, Floats]:
+    """FLOPs of each piece's forward and backward in one microbatch, and their seconds at peak, layers twice as
+    `Figures` has them."""
+    table, pieces = evaluation.table, evaluation.parts.pieces
+    values = [_of_piece(table, piece, kind, evaluation.inside_of(row)) for piece in pieces]
+    flops, at_peak_s = np.array([*values[: len(kinds_of(table))], *values]).T.copy()
+    return flops, at_peak_s
+
+
+def _of_piece(table: Table, piece: Piece, kind: WorkKind, inside: int) -> tuple[float, float]:
+    total = at_peak_s = 0.0
+    for each in piece.operations:
+        if _kind(each) == kind:
+            flops = _at(_of_operation(each), inside)
+            total, at_peak_s = total + flops, at_peak_s + flops / _peak(table, each)
+    return total, at_peak_s
 
 
 def _at(values: Floats | float, inside: int) -> float:
     array = np.asarray(values, dtype=np.float64).reshape(-1)
     return float(array[inside if len(array) > 1 else 0])
-
-
-def _flops(piece: Piece, kind: WorkKind) -> Floats | float:
-    """FLOPs of a piece's forward and backward in one microbatch."""
-    return sum((_of_operation(each) for each in piece.operations if _kind(each) == kind), 0.0)
-
-
-def _at_peak_s(table: Table, piece: Piece, kind: WorkKind) -> Floats | float:
-    return sum((_of_operation(each) / _peak(table, each) for each in piece.operations if _kind(each) == kind), 0.0)
 
 
 def _kind(each: Operation) -> WorkKind | None:

@@ -35,21 +35,21 @@ def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[S
 
 @lru_cache(maxsize=1024)
 def _holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[States, ...]:
-    return tuple(
-        each[undominated(each)] for each in peaks(SCHEDULES[schedule].rows(pp, vpp, num_microbatches), vpp)
-    )
+    rank, states = peaks(SCHEDULES[schedule].rows(pp, vpp, num_microbatches), vpp)
+    kept = undominated(states, rank)
+    return tuple(np.split(states[kept], np.searchsorted(rank[kept], np.arange(1, pp))))
 
 
-def peaks(rows: Rows, vpp: int) -> list[States]:
-    """What each rank holds while a turn of its row runs that drops something: what the turn adds is there already,
-    what it drops still is. A turn is an act, or two that are paired."""
-    kinds, _, chunks, paired = zip(*chain.from_iterable(rows), strict=True)
-    kind = np.frombuffer("".join(kinds).encode(), dtype="S1")
+def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
+    """Ranks, and what they hold while a turn of their row runs that drops something: what the turn adds is there
+    already, what it drops still is. A turn is an act, or two that are paired."""
+    acts = [*chain.from_iterable(rows)]
+    kind = np.frombuffer("".join([act.kind for act in acts]).encode(), dtype="S1")
     # Of a pair, which stand side by side, the second is of the turn of the first.
-    second = np.array(paired)
+    second = np.array([act.paired for act in acts])
     second &= np.cumsum(second) % 2 == 0
     starts = np.flatnonzero(~second)
-    of_chunk = np.array(chunks)[:, None] == np.arange(vpp)
+    of_chunk = np.array([act.chunk for act in acts])[:, None] == np.arange(vpp)
 
     def in_turns(*which: bytes) -> Ints:
         """How many acts of each turn are of these kinds, by chunk, (turns, vpp)."""
@@ -61,17 +61,20 @@ def peaks(rows: Rows, vpp: int) -> list[States]:
     weight_only = np.cumsum(splits - ends, axis=0) - splits + ends
     # A weight gradient needs no working set of its layer: what it reads is counted, what it makes is a gradient.
     states = np.concatenate([whole, weight_only, drops > 0], axis=1)
-    last = np.cumsum([len(row) for row in rows])
-    of_rank = np.split(states, np.searchsorted(starts, last[:-1]))
-    dropping = np.split((drops + ends > 0).any(axis=1), np.searchsorted(starts, last[:-1]))
-    return [held[some] for held, some in zip(of_rank, dropping, strict=True)]
+    rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])[starts]
+    dropping = (drops + ends > 0).any(axis=1)
+    return rank[dropping], states[dropping]
 
 
-def undominated(rows: np.ndarray) -> Ints:
-    """Places of the rows that no other row reaches in every column; of equal ones the first."""
-    # One that reaches another sums to more, or is equal.
-    left, kept = np.argsort(-rows.sum(axis=1), kind="stable"), []
+def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:
+    """Places of the rows that no other row (of their group) reaches in every column; of equal ones the first."""
+    group = np.zeros(len(rows), dtype=np.int64) if group is None else group
+    # One that reaches another sums to more, or is equal: of those that are left, each group's first is reached by
+    # none.
+    left, kept = np.lexsort((-rows.sum(axis=1), group)), [np.zeros(0, dtype=np.intp)]
     while len(left):
-        kept.append(left[0])
-        left = left[(rows[left] > rows[left[0]]).any(axis=1)]
-    return np.sort(kept)
+        begins = np.diff(group[left], prepend=-1) > 0
+        first = left[begins]
+        kept.append(first)
+        left = left[(rows[left] > rows[first[np.cumsum(begins) - 1]]).any(axis=1)]
+    return np.sort(np.concatenate(kept))

@@ -129,8 +129,7 @@ def _communication(table: Table, shape: Shape, at: Moments, held: Held, activati
     if shape.vpp > 1 and shape.schedule in ROUNDS:
         made = assembly(shape)
         chunks = made.stages[made.stage_of[at.rank]][:, :, :layers]
-        whole = np.array([(counts @ reduces).max(axis=0) for counts in chunks])
-        largest = np.where(zero == 2, whole, largest)
+        largest = np.where(zero == 2, (chunks @ reduces).max(axis=1), largest)
     # Embedding, norm and head are one unit around the layers: gathered all the time under zero 3, and reduced at
     # the end of backward, when the layers' activations are gone.
     around = at.params[:, layers:] @ held.params[layers:]

@@ -11,6 +11,7 @@ runs again in backward, `dropped_by` those under which a saved tensor is not kep
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class Matmul:
     shares_input: bool = False
     """Reads what another matmul reads too, and keeps."""
 
-    @property
+    @cached_property
     def forward_flops(self) -> Floats:
         return 2.0 * self.m * self.k * self.n * (1.0 if self.groups is None else self.groups)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainwright.plan import geometry, rates
 from trainwright.plan.collectives import Line, line
-from trainwright.plan.table import SCHEDULE, Floats, Ints, Rows, Table
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
 from trainwright.spec.model import MoeMlp
 from trainwright.spec.units import MIB
 
@@ -87,16 +87,6 @@ class Sharing:
             between=line(cluster, "all_reduce", replicas, near),
             shards=shards,
             units=table.model.num_layers / table.columns.pp + 1,
-        )
-
-    def take(self, rows: Rows) -> "Sharing":
-        return Sharing(
-            gather=self.gather.take(rows),
-            scatter=self.scatter.take(rows),
-            all_reduce=self.all_reduce.take(rows),
-            between=self.between.take(rows),
-            shards=self.shards[rows],
-            units=self.units[rows],
         )
 
     def seconds(self, table: Table, params: Floats) -> "_Seconds":

@@ -22,7 +22,7 @@ from trainwright.spec.run import Run
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Rows = NDArray[np.intp] | NDArray[np.bool_] | slice
+Rows = NDArray[np.intp] | NDArray[np.bool_]
 
 SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 ORDER = tuple(ORDERS)
@@ -127,6 +127,9 @@ class Table:
         return Table(run.model, run.cluster, recipe, columns, (Policy.of_recipe(recipe),), layout.stage_layers)
 
     def take(self, rows: Rows) -> "Table":
+        """Some rows as a table; this one where they are all of them, with what is known of them."""
+        if rows.dtype != np.bool_ and np.array_equal(rows, np.arange(len(self.columns))):
+            return self
         return replace(self, columns=self.columns.take(rows))
 
     def layout(self, row: int) -> Layout:

@@ -62,11 +62,11 @@ def _sizes(num_layers: int, num_stages: int) -> list[int]:
     even, rest = divmod(num_layers, num_stages)
     if not rest:
         return [even] * num_stages
-    # Each layer goes to the stage with the fewest slots taken.
-    sizes = [0] * num_stages
-    slots = [int(stage in (0, num_stages - 1)) for stage in range(num_stages)]
-    for _ in range(num_layers):
-        stage = min(range(num_stages), key=lambda at: (slots[at], abs(2 * at - (num_stages - 1))))
+    slots, rest = divmod(num_layers + 2, num_stages)
+    middle_first = sorted(range(num_stages), key=lambda at: abs(2 * at - (num_stages - 1)))
+    sizes = [slots] * num_stages
+    for stage in middle_first[:rest]:
         sizes[stage] += 1
-        slots[stage] += 1
+    sizes[0] -= 1
+    sizes[-1] -= 1
     return sizes

@@ -4,8 +4,8 @@ A rank holds `vpp` chunks of the model. A placement says which stages they are, 
 from stage to stage, wherever they lie.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 
@@ -46,14 +46,10 @@ def mirrored(pp: int, vpp: int) -> Placement:
     return tuple((rank, pp - 1 - rank) for rank in range(pp))
 
 
-def alternated(forwards: Iterable[Act], backwards: Iterable[Act], warmup: int) -> list[Act]:
+def alternated(forwards: Sequence[Act], backwards: Sequence[Act], warmup: int) -> list[Act]:
     """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
-    waiting, row = deque(backwards), []
-    for place, forward in enumerate(forwards):
-        row.append(forward)
-        if place >= warmup:
-            row.append(waiting.popleft())
-    return row + list(waiting)
+    in_turn = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return [*forwards[:warmup], *in_turn, *backwards[len(forwards[warmup:]) :]]
 
 
 def round_ends(row: Row) -> frozenset[tuple[int, int]]:

@@ -4,7 +4,7 @@ A bubble is here, as in arXiv:2401.10241 s5, what the busiest rank waits between
 """
 
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from trainwright.spec.schedules.acts import Act, Row, Rows
 from trainwright.spec.schedules.notation import written
@@ -23,7 +23,7 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int) -> Rows:
 def _staggered(acts: list[list[Act]], delays: tuple[int, ...]) -> Row:
     """Kinds of acts in turn, each kind so many turns late."""
     late = ([None] * delay + kind for kind, delay in zip(acts, delays, strict=True))
-    return tuple(act for turn in zip_longest(*late) for act in turn if act)
+    return tuple(filter(None, chain.from_iterable(zip_longest(*late))))
 
 
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> Rows:
