@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_run
+from parity_moe import case
+from parity_together import DEEPSEEK_V3
 
 from trainwright.spec.miniature import miniature
 from trainwright.train.mesh import build_mesh, leave
@@ -31,6 +33,31 @@ CLEAN: dict[int, dict[str, dict[str, Any]]] = {
         "tp x pp tied": {"tp": 2, "pp": 2, "model": TIED},
         "dp x pp interleaved zero 2": {"dp": 2, "pp": 2, "vpp": 2, "recipe": {"zero": 2, **INTERLEAVED}},
         "tp x dp zero 3 recomputed": {"tp": 2, "dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "cp ring from 8 ranks, documents": {
+            "cp": 4,
+            "tp": 2,
+            "data": {"document_mask": True},
+            "recipe": {"cp_method": "ring", "zero": 1, "global_batch": 8},
+        },
+        "deepseek-v3": {
+            **DEEPSEEK_V3,
+            "pp": 2,
+            "vpp": 2,
+            "dp": 4,
+            "ep": 4,
+            "recipe": {"schedule": "dualpipe", "zero": 1, "global_batch": 32},
+        },
+        "dropout, muon, z-loss": {
+            "tp": 2,
+            "dp": 2,
+            "recipe": {
+                "dropout": 0.1,
+                "attention_kernel": "unfused",
+                "z_loss": 1e-3,
+                "loss_chunks": 2,
+                "optimizer": {"name": "muon", "lr": 0.01},
+            },
+        },
         "hsdp from 64 ranks": {"dp": 64, "recipe": {"zero": 3, "dp_replicate": 8, "global_batch": 64}},
     },
 }
@@ -42,6 +69,8 @@ FAULTY: dict[int, dict[str, dict[str, Any]]] = {
         "dp-reduction, without overlap": {"dp": 2, "pp": 2, "recipe": {"overlap": {"dp": False}}},
         "dp-reduction, zero 1": {"dp": 2, "pp": 2, "recipe": {"zero": 1}},
         "dp-reduction, zero 3": {"dp": 2, "tp": 2, "recipe": {"zero": 3}},
+        "cp-reduction": {"cp": 2, "dp": 2},
+        "expert-reduction": case(dp=4, ep=2),
         "zero-mean": {"dp": 2, "tp": 2, "recipe": {"zero": 1}},
         "zero-mean, hsdp": {"dp": 4, "recipe": {"zero": 2, "dp_replicate": 2}},
         "microbatch-scale": {"pp": 2, "tp": 2},

@@ -71,7 +71,7 @@ class Evaluation:
         """Bytes by cause of each pipeline rank at its peak."""
         every = moments(self.shape(row), self._enough(row))
         held, table = self._held(np.array([row])), self.table.take(np.array([row]))
-        by_cause = {
+        by_cause: dict[BytesCause, Floats] = {
             cause: value[:, 0] for cause, value in moment_bytes(table, self.shape(row), every, held).items()
         }
         # Of each rank the first moment with most bytes.

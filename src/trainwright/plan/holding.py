@@ -60,7 +60,7 @@ def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
     whole = np.cumsum(adds - drops, axis=0) + drops
     weight_only = np.cumsum(splits - ends, axis=0) - splits + ends
     # A weight gradient needs no working set of its layer: what it reads is counted, what it makes is a gradient.
-    states = np.concatenate([whole, weight_only, drops > 0], axis=1)
+    states = np.concatenate([whole, weight_only, (drops > 0).astype(np.int64)], axis=1)
     rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])[starts]
     dropping = (drops + ends > 0).any(axis=1)
     return rank[dropping], states[dropping]

@@ -79,7 +79,7 @@ def traffic_json(run: Run, traffic: Traffic) -> str:
 def _place_text(run: Run, rank: int) -> str:
     """`tp 0, pp 1` of the axes that there are."""
     at = run.layout.coordinate(rank)._asdict()
-    return ", ".join(f"{axis} {place}" for axis, place in at.items() if run.layout.groups(axis)[0][1:]) or "alone"
+    return ", ".join(f"{axis} {place}" for axis, place in at.items() if getattr(run.layout, axis) > 1) or "alone"
 
 
 def _events(traffic: Traffic) -> Iterator[Event]:

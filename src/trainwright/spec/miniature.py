@@ -71,8 +71,9 @@ def miniature(run: Run, processes: int = PROCESSES) -> Miniature:
 
 def without(run: Run, axis: str) -> Run:
     """A miniature with one axis at degree 1, of the same model and global batch."""
-    choices: dict[str, int] = {axis: 1}
-    layout = {each: choices.get(each, getattr(run.layout, each)) for each in ("tp", "cp", "pp", "dp")}
+    layout: dict[str, int] = {
+        each: 1 if each == axis else getattr(run.layout, each) for each in ("tp", "cp", "pp", "dp")
+    }
     vpp = 1 if axis == "pp" else run.layout.vpp
     chosen = () if axis == "pp" else run.layout.stage_layers
     plane = layout["tp"] * layout["cp"] * layout["dp"]

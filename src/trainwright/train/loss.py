@@ -156,7 +156,9 @@ class _LossOfLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return gradient_of(*ctx.saved_tensors, gradients[0] * ctx.scale), None, None, None, None
+        logits_TV, share_T, place_T, here_T = ctx.saved_tensors
+        gradient_TV = gradient_of(logits_TV, share_T, place_T, here_T, gradients[0] * ctx.scale)
+        return gradient_TV, None, None, None, None
 
 
 def precise_dtype(logits_TV: torch.Tensor) -> torch.dtype:

@@ -8,12 +8,14 @@ fig. 16) turns number and key into bits, of which 32 are held against the rate.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from trainwright.train.model.layers import Layer
 from trainwright.train.model.scores import same, seen
@@ -110,8 +112,10 @@ def drop_branches(piece: Transformer, dropping: Dropping) -> None:
     them, whose recomputation thus ends before the mask."""
     for name, layer in piece.layers.items():
         assert isinstance(layer, Layer)
-        layer.attention.forward = partial(_branch, dropping, int(name), "attention", layer.attention.forward)
-        layer.mlp.forward = partial(_branch, dropping, int(name), "mlp", layer.mlp.forward)
+        blocks: dict[Place, nn.Module] = {"attention": layer.attention, "mlp": layer.mlp}
+        for place, block in blocks.items():
+            plain: Callable[..., torch.Tensor] = block.forward
+            setattr(block, "forward", partial(_branch, dropping, int(name), place, plain))  # noqa: B010
 
 
 def _branch(dropping: Dropping, layer: int, place: Place, block: Any, *inputs: Any) -> torch.Tensor:

@@ -95,6 +95,7 @@ class Transformer(nn.Module):
             return x_BSD
         read = [self.norm(x_BSD)]
         for number, module in enumerate(self.later.values()):
+            assert isinstance(module, LaterToken)
             assert tokens_BS is not None
             token_BSD = self._embedded(shifted(tokens_BS, number + 1, filler=0))
             x_BSD, normed_BSD = module(x_BSD, token_BSD, self._rotary_of(module.layer), documents_BS)

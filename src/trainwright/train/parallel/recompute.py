@@ -108,7 +108,7 @@ def _norm(layer: Layer, _: Recomputed) -> None:
         made.clear()
         return output
 
-    layer.forward = forward
+    setattr(layer, "forward", forward)  # noqa: B010
 
 
 def _make(norm: Callable[[torch.Tensor], torch.Tensor], made: "list[_Remade]", x: torch.Tensor) -> torch.Tensor:

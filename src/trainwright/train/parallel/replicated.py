@@ -73,11 +73,11 @@ class Replicated:
         self._slots = [
             slot for number, piece in enumerate(pieces) for slot in _slots(number, piece, compute_dtype)
         ]
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         for axis, of_experts in (("dp_cp", False), ("edp", True)):
             group = mesh.groups.get(axis)
             if group is not None:
-                self._buckets += _buckets([slot for slot in self._slots if slot.of_experts == of_experts], group)
+                self.buckets += _buckets([slot for slot in self._slots if slot.of_experts == of_experts], group)
         self._of_experts = {id(slot.master) for slot in self._slots if slot.of_experts}
         for slot in self._slots:
             slot.master.grad_dtype = gradient_dtype
@@ -107,17 +107,17 @@ class Replicated:
     def after_weight_gradient(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         # Some gradients were whole after the input gradient and some are now, so a bucket can't count them.
         if is_last and self._overlap:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if bucket.slots[0].piece == piece:
                     self._send(bucket)
 
     @torch.no_grad()
     def reduce(self) -> None:
         with self._clock.of("dp"):
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if bucket.flat is None:
                     self._send(bucket)
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 _unpack(bucket)
         with self._clock.of("tp"):
             self._sum_partial()
@@ -128,7 +128,7 @@ class Replicated:
             slot.master.grad = None
             if slot.master is not slot.working:
                 local_of(slot.working).copy_(local_of(slot.master))
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
 
     def _finished(self, slot: Slot) -> Callable[[torch.Tensor], None]:

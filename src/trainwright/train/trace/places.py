@@ -83,7 +83,7 @@ class Places:
                 self.unit = group._module_fqn or ROOT
             return labelled
 
-        FSDPParamGroup._with_fqn = with_unit
+        FSDPParamGroup._with_fqn = with_unit  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
@@ -106,7 +106,7 @@ class Places:
         yield module.register_forward_hook(leave, always_call=True)
 
     def _note(self) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         self._owners.append(self._modules[-1] if self._modules else "")
 
     def _watched(self, program: Any) -> Any:

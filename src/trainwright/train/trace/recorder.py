@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         group = _group(args)
         if group is None or func._opname in ("barrier", "monitored_barrier_"):
             return func(*args, **kwargs)
-        operation = OPERATIONS.get(func._opname, func._opname.strip("_"))
+        operation: str = OPERATIONS.get(func._opname) or str(func._opname).strip("_")
         tensors = [_tensors(each) for each in args]
         with_tensors = [each for each in tensors if each]
         # The output comes first where there are both; a gather's is the whole message.
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         group = _functional_group(args)
         if group is None:
             return func(*args, **kwargs)  # a helper of theirs that talks to nobody
-        operation = OPERATIONS.get(func._opname, func._opname)
+        operation: str = OPERATIONS.get(func._opname) or str(func._opname)
         result = func(*args, **kwargs)
         takes = _tensors(result if operation == "all_gather" else args[0])
         number = self._begin(operation, group.group_name, takes, dist.get_process_group_ranks(group))
@@ -230,7 +230,7 @@ def _functional_group(args: Any) -> Any:
     """The group that a functional collective names in its last argument, or holds."""
     found = _group(args)
     if found is None and args and isinstance(args[-1], str):
-        return dist.distributed_c10d._resolve_process_group(args[-1])
+        return dist.distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore[reportPrivateImportUsage]
     return found
 
 

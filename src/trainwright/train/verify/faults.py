@@ -78,17 +78,39 @@ def _rotary(run: Run) -> str:
     return "" if run.model.rope is not None else "model.rope"
 
 
-def _without_dp_reduction(subject: "Subject") -> None:
-    """Each rank goes on with its own gradients; of shards, with its own part of them."""
+def _replicates(run: Run) -> str:
+    has = run.recipe.zero == 0 or run.layout.dp * run.layout.cp == run.recipe.dp_replicate
+    return "" if has else "recipe.zero=0"
+
+
+def _replicates_experts(run: Run) -> str:
+    return "" if run.model.is_moe and run.layout.expert_dp > 1 else "experts, and ranks that hold the same ones"
+
+
+def _summed_over(axis: str, of_experts: bool, subject: "Subject") -> None:
+    """Gradients of the experts, or of all else, are summed over `axis` alone; over nothing, where it has no
+    group."""
     import torch.distributed as dist
 
+    from trainwright.train.parallel.replicated import Replicated
+
+    form, mesh = subject.trainer.data_parallel, subject.trainer.mesh
+    assert isinstance(form, Replicated)
+    alone = dist.new_group([mesh.rank], use_local_synchronization=True)
+    for bucket in form.buckets:
+        if bucket.slots[0].of_experts == of_experts:
+            bucket.group = mesh.groups.get(axis, alone)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without_dp_reduction(subject: "Subject") -> None:
+    """Each rank goes on with its own gradients; of shards, with its own part of them."""
     from trainwright.train.parallel.replicated import Replicated
     from trainwright.train.parallel.sharded import Sharded
     from trainwright.train.verify.shards import OwnPart
 
     form = subject.trainer.data_parallel
     if isinstance(form, Replicated):
-        form._group = dist.new_group([subject.trainer.mesh.rank], use_local_synchronization=True)
+        _summed_over("cp", False, subject)
     else:
         assert isinstance(form, Sharded)
         for module in subject.sharded_modules():
@@ -138,7 +160,7 @@ def _norm_without(axis: Axis, subject: "Subject") -> None:
 
 
 def _without_tied_reduction(subject: "Subject") -> None:
-    subject.trainer.tied_across_stages = lambda: None
+    subject.trainer.tied_across_stages = lambda: []
 
 
 def _without_norm_reduction(subject: "Subject") -> None:
@@ -202,6 +224,16 @@ def _positions_one_too_far(subject: "Subject") -> None:
 
 FAULTS: Mapping[str, Fault] = {
     "dp-reduction": Fault("gradients are not summed over dp", _above_1("dp"), _without_dp_reduction),
+    "cp-reduction": Fault(
+        "gradients are not summed over cp",
+        _all_of(_above_1("cp"), _replicates),
+        partial(_summed_over, "dp", False),
+    ),
+    "expert-reduction": Fault(
+        "gradients of experts are not summed over the ranks that hold the same ones",
+        _all_of(_replicates_experts, _replicates),
+        partial(_summed_over, "", True),
+    ),
     "zero-mean": Fault("ZeRO's scatter gives the mean over dp instead of the sum", _shards, _mean_of_shards),
     "microbatch-scale": Fault(
         "gradients are divided by the number of microbatches once more",

@@ -1,6 +1,8 @@
 """A reduce-scatter that reduces nothing: each rank keeps its own part of its own gradients. For a planted
 fault."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -9,7 +11,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 class OwnPart(ReduceScatter):
     """What FSDP2 calls in place of the collective."""
 
-    def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
