@@ -77,8 +77,10 @@ def test_recomputation_counts_no_token_twice() -> None:
     model = plain_model(run, torch.float64)
     apply_recompute(model, run.recipe)
     inputs, targets = example_batches(run)[0]
+    model.eval()
     with torch.no_grad():
         model(inputs[None])
+    model.train()
     assert all(not mixture.load_X.any() for _, mixture in mixtures(model)), "only training moves the bias"
     summed_cross_entropy(model(inputs[None]), targets[None]).backward()
     assert [int(mixture.load_X.sum()) for _, mixture in mixtures(model)] == [16 * 3] * 3

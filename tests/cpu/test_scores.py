@@ -46,7 +46,7 @@ def test_outputs_and_gradients(softcap: float | None, has_sinks: bool, window: i
     sinks = random(4) if has_sinks else None
     upstream = torch.randn(query.shape, generator=generator, dtype=torch.float64)
     inputs = [each for each in (query, key, value, sinks) if each is not None]
-    seen = attention_core(query, key, value, window, None, softcap, sinks)
+    seen = attention_core(query, key, value, window, None, None, softcap, sinks)
     expected = textbook(query, key, value, window, softcap, sinks)
     found = [seen, *torch.autograd.grad(seen, inputs, upstream)]
     for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, inputs, upstream)], strict=True):
@@ -64,5 +64,5 @@ def test_scores_are_not_kept() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        attention_core(query, query, query, None, None, 2.0)
+        attention_core(query, query, query, None, None, None, 2.0)
     assert sum(kept.values()) < 4 * SEQ_LEN * SEQ_LEN

@@ -161,7 +161,7 @@ class MixtureOfExperts(nn.Module):
         scores_BSX = scores_of(self.router(x_BSD), mlp)
         expert_BSC = chosen_experts(scores_BSX, self.balance_bias, mlp)
         weight_BSC = weights_of(scores_BSX, expert_BSC, mlp)
-        if self.balance_bias is not None and not _in_backward():
+        if self.balance_bias is not None and self.training and not _in_backward():
             self.load_X += expert_BSC.flatten().bincount(minlength=mlp.num_experts)
         if self.capacity_factor is None and not self.loss_weight:
             return expert_BSC, weight_BSC, None
