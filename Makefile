@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint marks clean
+.PHONY: install demo test parity lint marks clean
 
 install: .venv/installed
 
@@ -19,6 +19,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+parity: install
+	$(BIN)/python -m pytest --all-cases tests/cpu/test_parity.py
 
 lint: install
 	$(BIN)/ruff check .
