@@ -33,9 +33,9 @@ there for those who ask for them."""
 REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 """Copies of every shard (HSDP) that are searched."""
 
-TRAINED_SCHEDULES = ("1f1b", "interleaved_1f1b")
-TRAINED_OPS = ("attention",)
-"""On CPUs only what the trainer runs is searched: a plan for this machine is there to be trained on it."""
+CPU_SCHEDULES = ("1f1b", "interleaved_1f1b")
+CPU_OPS = ("attention",)
+"""On CPUs the plain ones are searched: ranks share cores, so that a bubble of one is another one's turn."""
 
 PARTIAL_LAYERS = (1, 2, 4, 8, 16, 32)
 """Layers of a stage that full recompute is searched for, besides all of them."""
@@ -82,14 +82,14 @@ def policies(question: Question) -> tuple[Policy, ...]:
 
 def schedules_of(question: Question) -> tuple[str, ...]:
     """Schedules that are searched where the question fixes none."""
-    return TRAINED_SCHEDULES if question.cluster.device.kind == "cpu" else SEARCHED_SCHEDULES
+    return CPU_SCHEDULES if question.cluster.device.kind == "cpu" else SEARCHED_SCHEDULES
 
 
 def _worthwhile_ops(question: Question) -> list:
     """Sets of operations that give memory for little time: scores where they are kept; norms and activations; the
     up-projections of latent attention."""
     if question.cluster.device.kind == "cpu":
-        return [TRAINED_OPS]
+        return [CPU_OPS]
     layers = question.model.layer_counts()
     cheap: tuple = ("norm", "activation")
     sets: list = [("attention",)] if question.recipe.attention_kernel == "unfused" else []
