@@ -123,7 +123,7 @@ def test_hierarchical_dispatch_crosses_once_for_each_node() -> None:
     assert isinstance(moe, MoeMlp)
     # Four draws of two nodes: both are met but once in eight times; of one node there is one.
     np.testing.assert_allclose(domains_of_a_token(np.array([1.0, 2.0]), 4, moe), [1, 2 * (1 - 0.5**4)])
-    limited = moe.changed(num_groups=8, top_groups=2)
+    limited = moe.changed(num_experts=16, num_groups=8, top_groups=2)
     # Two groups of eight are picked, one in each of eight domains: four draws of the two.
     np.testing.assert_allclose(domains_of_a_token(np.array([8.0]), 4, limited), [2 * (1 - 0.5**4)])
 
