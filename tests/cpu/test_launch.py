@@ -149,8 +149,9 @@ def test_the_local_run_with_experts_trains(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     write_shards(tmp_path / "shards", [np.tile(np.arange(97, dtype=np.uint32), 60)], 4096, "test")
     run = run.changed(data=run.data.changed(source="shards", path=str(tmp_path / "shards")))
+    run = run.with_values([("recipe.seq_len", 128), ("recipe.global_batch", 8)])
     (tmp_path / "run.toml").write_text(toml.write(run))
-    status, lines = train(tmp_path, 4, steps=6)
+    status, lines = train(tmp_path, 4, steps=4)
     assert status == 0, lines
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
