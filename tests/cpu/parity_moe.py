@@ -119,7 +119,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def without_edp_reduction(trainer: Trainer) -> None:
-    buckets = trainer.data_parallel._buckets  # type: ignore[attr-defined]
+    buckets = trainer.data_parallel.buckets  # type: ignore[attr-defined]
     buckets[:] = [bucket for bucket in buckets if not bucket.slots[0].of_experts]
 
 

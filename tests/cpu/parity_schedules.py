@@ -150,7 +150,7 @@ def without_the_sum_over_twins(trainer: Trainer) -> None:
 
 def with_twins_in_the_norm_twice(trainer: Trainer) -> None:
     plain = trainer.data_parallel.copies
-    trainer.data_parallel.copies = lambda: plain() / 2  # type: ignore[method-assign, assignment, return-value]
+    trainer.data_parallel.copies = lambda parameter: plain(parameter) / 2  # type: ignore[method-assign, assignment, return-value]
 
 
 CONTROLS: dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]] = {

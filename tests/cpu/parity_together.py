@@ -106,6 +106,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts, tp, activation recomputed": case(
             QWEN, {"recompute": "selective", "recompute_ops": ["activation", "norm"]}, tp=2
         ),
+        **{
+            f"experts, {schedule}, recompute of {' and '.join(operations)}": case(
+                DEEPSEEK,
+                {"schedule": schedule, "recompute": "selective", "recompute_ops": operations, "zero": 1},
+                **layout,
+            )
+            for schedule, layout in SPLIT.items()
+            for operations in (["activation"], ["moe"], ["norm", "activation"])
+        },
         "experts, ep, moe recomputed": case(
             QWEN, {"recompute": "selective", "recompute_ops": ["moe"]}, dp=2, ep=2
         ),

@@ -71,8 +71,17 @@ def _attention(layer: Layer, recomputed: Recomputed) -> None:
 def _activation(layer: Layer, recomputed: Recomputed) -> None:
     """The product that a down projection reads, of experts too."""
     for module in layer.mlp.modules():
-        if isinstance(module, Mlp | Experts):
+        if isinstance(module, Mlp):
             module.contract = partial(recomputed, module.contract)
+        elif isinstance(module, Experts):
+            module.contract = partial(_contract_experts, recomputed, module.contract)
+
+
+def _contract_experts(recomputed: Recomputed, contract: Recomputed, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """The last of the inputs are weights: they are no part of what is recomputed from, as PyTorch's reentrant form
+    would cut them off from the parameter, whose gradient a split backward makes later."""
+    *rows, down_XDF = inputs
+    return recomputed(lambda *again: contract(*again, down_XDF), *rows)
 
 
 def _mlp(layer: Layer, recomputed: Recomputed) -> None:
