@@ -54,9 +54,10 @@ class Places:
 
     @property
     def module(self) -> str:
-        """The innermost one that is at work, or whose backward is; of a finished gradient its parameter."""
+        """The innermost one that is at work, or whose backward is; of a finished gradient its parameter. The piece
+        itself is at work when it ends with the loss."""
         if self._modules:
-            return self._modules[-1]
+            return self._modules[-1] or LOSS
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return LOSS if self.act and self._kind == "F" else ""

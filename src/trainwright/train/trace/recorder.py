@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, operation: str, group: str, tensors: list[torch.Tensor], ranks: list[int]) -> int:
         axis = self._axes.get(group, "world")
         # FSDP2 names the unit of its own collectives; those of other axes stand where the program stands.
-        sharded = axis in ("dp", "dp_shard", "dp_replicate") and self.places.unit
+        sharded = (axis.startswith("dp") or axis.startswith("edp")) and self.places.unit
         where = self.places.unit if sharded else "" if axis == "pp" else self.places.module
         now_s = self._now_s()
         self._found.append(
@@ -209,15 +209,15 @@ class Recorder(TorchDispatchMode):
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, str]:
-    """The axis of each group by the name that PyTorch gave it."""
+    """The axis of each group by the name that PyTorch gave it. One group serves several axes that divide the ranks
+    alike; the first of them names it."""
+    cp = mesh.layout.cp > 1
+    plain = {"first_last": "ends", "dp_cp": "dp x cp" if cp else "dp"}
+    if mesh.dp_replicate == 1:
+        plain["dp_shard"] = plain["dp_cp"]
     found: dict[str, str] = {}
     for axis, group in mesh.groups.items():
-        if axis == "first_last":
-            found[group.group_name] = "ends"
-        elif axis == "dp_shard" and mesh.dp_replicate == 1:
-            found[group.group_name] = "dp"
-        else:
-            found[group.group_name] = axis
+        found.setdefault(group.group_name, plain.get(axis, axis))
     return found
 
 
