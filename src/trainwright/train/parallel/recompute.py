@@ -74,7 +74,7 @@ def _activation(layer: Layer, recomputed: Recomputed) -> None:
         if isinstance(module, Mlp):
             module.contract = partial(recomputed, module.contract)
         elif isinstance(module, Experts):
-            module.contract = partial(_contract_experts, recomputed, module.contract)
+            setattr(module, "contract", partial(_contract_experts, recomputed, module.contract))  # noqa: B010
 
 
 def _contract_experts(recomputed: Recomputed, contract: Recomputed, *inputs: torch.Tensor | None) -> torch.Tensor:
