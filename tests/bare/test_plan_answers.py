@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.bare.plans import cluster, dense_model, moe_model
+from trainwright.cli.draft import usual_precision
 from trainwright.cli.main import run as run_program
 from trainwright.cli.planner import sized
 from trainwright.plan import changes as changing
@@ -24,6 +25,7 @@ from trainwright.plan.search import ranked, search
 from trainwright.plan.shortlist import least_makespans, shortlisted
 from trainwright.plan.sizing import counts_to_try, device_counts, floor_days
 from trainwright.spec.answers import Prediction
+from trainwright.spec.cluster import PeakFlops
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
@@ -415,3 +417,17 @@ def test_options_that_do_not_go_together_are_one_clear_line(
     assert out == ""
     assert error.count("\n") == 1
     assert complaint in error
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ({"fp32": 1e13, "bf16": 1e14}, "bf16"),
+        ({"fp32": 1e13, "bf16": 1e14, "fp16": 1e14, "fp8": 2e14}, "bf16"),
+        ({"fp32": 1e13, "fp16": 1e14}, "fp16"),  # a V100
+        ({"fp32": 1e11, "bf16": 1e9}, "fp32"),  # a CPU that emulates bf16
+    ],
+)
+def test_the_usual_precision_is_what_the_device_is_fastest_in(peaks: dict[str, float], expected: str) -> None:
+    device = cluster().device.changed(peak_flops_per_s=PeakFlops(**peaks))
+    assert usual_precision(cluster().changed(device=device)) == expected

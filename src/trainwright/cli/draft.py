@@ -15,7 +15,7 @@ from trainwright.spec.errors import InvalidSpec, nearest, reject
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.question import SEARCHED, Question
-from trainwright.spec.recipe import Recipe
+from trainwright.spec.recipe import Precision, Recipe, format_of
 from trainwright.spec.run import Budget, DataSpec, Run
 from trainwright.spec.sizing import MOST_DEVICES, Goal, Least
 
@@ -70,11 +70,13 @@ def draft(
     *,
     seq_len: int,
     global_batch: int,
-    precision: str,
+    precision: str | None,
     tokens: int | None,
     assignments: list[str],
 ) -> Draft:
-    """The draft that the options of `plan` say. Raises `InvalidSpec` for the first wrong one."""
+    """The draft that the options of `plan` say; without a precision, `usual_precision`. Raises `InvalidSpec` for
+    the first wrong one."""
+    precision = precision or usual_precision(cluster)
     recipe = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
     vocab_size = DataSpec.model_fields["vocab_size"].default
     made = Draft(
@@ -86,6 +88,13 @@ def draft(
         cluster=cluster,
     )
     return _with_assignments(made, assignments)
+
+
+def usual_precision(cluster: ClusterSpec) -> Precision:
+    """What to train in where nobody says: bf16, unless the device is faster in fp32 (a CPU without matmuls in
+    bf16) or has fp16 in its place (a V100)."""
+    usual: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+    return max(usual, key=lambda precision: cluster.peak(format_of(precision)) or 0.0)
 
 
 def goal_of(least: str | None, days: float | None, gpus: int | None, *, explain_infeasible: bool) -> Goal | None:

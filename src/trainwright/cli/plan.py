@@ -46,7 +46,13 @@ def plan(
             metavar="NAME", help="Training software whose measured rates to take, such as nemo-2025 or torchtitan."
         ),
     ] = None,
-    precision: Annotated[str, typer.Option(metavar="NAME", help="Of the matmuls: bf16, fp8-block, ...")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of the matmuls: fp8-block, ...; without it bf16, or fp16 or fp32 where that is faster.",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show, fastest first.")] = 5,
     least: Annotated[
         str | None,

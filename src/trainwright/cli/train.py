@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from trainwright.cli.options import AsJson, Assignments, RunFile
-from trainwright.cli.worker import Stream, run_workers, started_by_torchrun, tell
+from trainwright.cli.worker import NOTE, Stream, run_workers, started_by_torchrun, tell
 
 if TYPE_CHECKING:
     from trainwright.spec.record import StepRecord
@@ -174,6 +174,8 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     first = Worker.from_environment().rank == 0
     if first and not stream:
         require_own_directory(run, out)
+    if first:
+        _warn_of_slow_matmuls(run)
     try:
         carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
     except InvalidSpec:
@@ -183,3 +185,17 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     if first and not stream:
         typer.echo(f"wrote {out}; compare with: trainwright compare {out}")
     leave(0)
+
+
+def _warn_of_slow_matmuls(run: "Run") -> None:
+    """Say so where bf16 is emulated: a CPU without its instructions multiplies in it 100 times slower than in fp32
+    (0.96 against 100 GFLOP/s of one core, docs/log.md 2026-11-30)."""
+    import torch
+
+    if (
+        run.recipe.precision == "bf16"
+        and run.cluster.device.kind == "cpu"
+        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        remedy = "--set recipe.precision=fp32 is many times faster"
+        typer.echo(f"{NOTE}recipe.precision='bf16': this CPU has no such matmuls; {remedy}", err=True)

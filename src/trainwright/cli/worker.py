@@ -1,8 +1,9 @@
 """Processes that a verb starts: `train` and `calibrate` call themselves under torchrun and show what comes back.
 
 The first rank of the workers tells its progress in lines of JSON on standard output (`--stream`), which the
-starting process takes from the launcher and shows; whatever else they say goes to standard error at the end, a
-line that several ranks say alike only once. A verb that a user started by torchrun tells its progress itself.
+starting process takes from the launcher and shows; notes go to standard error at once, whatever else they say at
+the end, a line that several ranks say alike only once. A verb that a user started by torchrun tells its progress
+itself.
 """
 
 import json
@@ -13,6 +14,9 @@ from typing import Annotated, Any
 import typer
 
 BAD_INPUT = 2
+
+NOTE = "note: "
+"""How a line begins that a person should see while there is time to act on it."""
 
 Stream = Annotated[
     bool,
@@ -35,6 +39,8 @@ def run_workers(arguments: list[str], num_ranks: int, on_message: Callable[[dict
         message = _message(line)
         if message is not None:
             on_message(message)
+        elif line.startswith(NOTE):
+            typer.echo(line, err=True)
         else:
             lines[line] = None
 
