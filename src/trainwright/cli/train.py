@@ -158,6 +158,7 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
 def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     """What each rank does."""
     from trainwright.spec.errors import InvalidSpec
+    from trainwright.train.loop import emulates_its_matmuls
     from trainwright.train.loop import train as carry_out
     from trainwright.train.mesh import Worker, leave
 
@@ -174,8 +175,9 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     first = Worker.from_environment().rank == 0
     if first and not stream:
         require_own_directory(run, out)
-    if first:
-        _warn_of_slow_matmuls(run)
+    if first and emulates_its_matmuls(run):
+        said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
+        typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
     try:
         carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
     except InvalidSpec:
@@ -185,17 +187,3 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     if first and not stream:
         typer.echo(f"wrote {out}; compare with: trainwright compare {out}")
     leave(0)
-
-
-def _warn_of_slow_matmuls(run: "Run") -> None:
-    """Say so where bf16 is emulated: a CPU without its instructions multiplies in it 100 times slower than in fp32
-    (0.96 against 100 GFLOP/s of one core, docs/log.md 2026-11-30)."""
-    import torch
-
-    if (
-        run.recipe.precision == "bf16"
-        and run.cluster.device.kind == "cpu"
-        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
-        remedy = "--set recipe.precision=fp32 is many times faster"
-        typer.echo(f"{NOTE}recipe.precision='bf16': this CPU has no such matmuls; {remedy}", err=True)

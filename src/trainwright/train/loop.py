@@ -26,6 +26,13 @@ MFU_CONVENTION: FlopConvention = "full"
 """Of the mfu in metrics, as the planner's: against the dense peak of the precision's number format, all ranks."""
 
 
+def emulates_its_matmuls(run: Run) -> bool:
+    """Whether this CPU has no instructions for the matmuls of bf16: they take 100 times as long as in fp32 (0.96
+    against 100 GFLOP/s of one core without AVX-512, docs/log.md)."""
+    on_cpu = run.cluster.device.kind == "cpu"
+    return on_cpu and run.recipe.precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def train(
     run: Run,
     *,
