@@ -21,7 +21,7 @@ test: install
 	$(BIN)/python -m pytest
 
 parity: install
-	$(BIN)/python -m pytest --all-cases tests/cpu/test_parity.py
+	$(BIN)/python -m pytest --all-cases tests/cpu/test_parity.py tests/cpu/test_curves.py
 
 lint: install
 	$(BIN)/ruff check .

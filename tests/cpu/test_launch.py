@@ -14,6 +14,7 @@ from parity_moe import DEEPSEEK, case
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainwright.cli.files import read_run
+from trainwright.cli.main import run as run_program
 from trainwright.plan.predict import predict
 from trainwright.spec import toml
 from trainwright.spec.record import RankRecord, StepRecord
@@ -186,6 +187,22 @@ def test_a_bad_token_is_one_message_and_status_2(tmp_path: Path) -> None:
     said = {line for line in lines if line.strip()}
     assert all("is not below the index's vocab_size=258" in line for line in said), said
     assert workers_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_run_that_workers_refuse_leaves_nothing(
+    tmp_path: Path, existing: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_on(tmp_path, tokens=np.full(6000, 300, dtype=np.uint32), dp=2, recipe={"precision": "fp32"})
+    out = tmp_path / "out"
+    if existing:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    assert run_program(["train", str(tmp_path / "run.toml"), "--steps", "2", "--out", str(out)]) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainwright: ")]
+    assert len(said) == 1, said
+    assert [each.name for each in out.glob("*")] == (["notes.txt"] if existing else [])
+    assert out.exists() == existing
 
 
 def test_a_crash_gives_the_workers_status(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -79,7 +81,6 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     require_trainable(run)
     require_machine(run)
     require_own_directory(run, out)
-    keep_run(run, out)
     shards_of(run, on_progress)
     records: list[StepRecord] = []
 
@@ -90,8 +91,25 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
 
     on_progress("starting processes", 0.0)
     arguments = ["train", str(out / "run.toml"), "--steps", str(steps), "--out", str(out)]
-    run_workers(arguments, run.layout.world, on_message)
+    with _nothing_left_if_refused(out, records):
+        keep_run(run, out)
+        run_workers(arguments, run.layout.world, on_message)
     return records
+
+
+@contextmanager
+def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator[None]:
+    """Leave nothing new where a run ends before its first step: only workers find, say, what is wrong with data."""
+    was_there, before = out.is_dir(), set(out.glob("*"))
+    try:
+        yield
+    except BaseException:
+        if not records:
+            for made in set(out.glob("*")) - before:
+                shutil.rmtree(made) if made.is_dir() else made.unlink()
+            if not was_there and out.is_dir():
+                out.rmdir()
+        raise
 
 
 def require_machine(run: "Run") -> None:
