@@ -99,7 +99,7 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
 
 @contextmanager
 def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator[None]:
-    """Leave nothing new where a run ends before its first step: only workers find, say, what is wrong with data."""
+    """Leave nothing new where a run ends before its first step: what is wrong with data, say, workers find."""
     was_there, before = out.is_dir(), set(out.glob("*"))
     try:
         yield
