@@ -338,14 +338,6 @@ def test_the_runs_are_trainable_themselves() -> None:
     require_trainable(base_of("layout.ep").check())
 
 
-@pytest.mark.parametrize(("path", "value"), [("recipe.capacity_factor", 1.0), ("recipe.balance_loss", 0.1)])
-def test_what_experts_are_not_trained_with_beside_cp(path: str, value: object) -> None:
-    run = base_of("layout.ep").with_value("layout.cp", 2)
-    require_trainable(run.check())
-    with pytest.raises(InvalidSpec, match=f"{path}=.*with cp"):
-        require_trainable(run.with_value(path, value))
-
-
 def test_every_field_is_flipped() -> None:
     untouched = [path for path in fields() if not other_values(path) and path not in PARTS | set(SAYS_NOTHING)]
     assert not untouched, "no other value is known of these; give one in OTHERS"

@@ -132,8 +132,11 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
+        self.cuts: tuple[int, ...] = ()
+        """Where positions here don't follow one another in the sequence: they are runs, cut there."""
         self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
-        """From choices of each sequence and expert here, (B, X), to those at earlier positions and to all."""
+        """From choices in each run here, of each sequence and expert, (runs, B, X), to those at positions of the
+        sequence before the run, and to all of the sequence, (B, X)."""
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         expert_BSC, weight_BSC, kept_BSC = self._routed(x_BSD)
@@ -166,7 +169,8 @@ class MixtureOfExperts(nn.Module):
         if self.capacity_factor is None and not self.loss_weight:
             return expert_BSC, weight_BSC, None
         marks_BSX = marks_of(expert_BSC, mlp.num_experts)
-        earlier_BX, total_BX = self.over_sequence(marks_BSX.sum(1))
+        runs = marks_BSX.tensor_split(self.cuts, dim=1)
+        earlier_RBX, total_BX = self.over_sequence(torch.stack([run_BSX.sum(1) for run_BSX in runs]))
         # Each position chose top_k.
         seq_len = int(total_BX[0].sum()) // mlp.top_k
         if self.loss_weight and torch.is_grad_enabled():
@@ -174,13 +178,16 @@ class MixtureOfExperts(nn.Module):
             weight_BSC = _WithLoss.apply(weight_BSC, loss, self.loss_weight)  # pyright: ignore[reportAssignmentType]
         if self.capacity_factor is None:
             return expert_BSC, weight_BSC, None
-        kept_BSX = within_capacity(marks_BSX, earlier_BX, seq_len, self.capacity_factor, mlp)
-        return expert_BSC, weight_BSC, kept_BSX.gather(-1, expert_BSC)
+        kept = [
+            within_capacity(run_BSX, earlier_BX, seq_len, self.capacity_factor, mlp)
+            for run_BSX, earlier_BX in zip(runs, earlier_RBX, strict=True)
+        ]
+        return expert_BSC, weight_BSC, torch.cat(kept, dim=1).gather(-1, expert_BSC)
 
 
-def whole_sequence(count_BX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`over_sequence` where all of the sequence is here."""
-    return torch.zeros_like(count_BX), count_BX
+def whole_sequence(count_RBX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`over_sequence` where all of the sequence is here, in one run."""
+    return torch.zeros_like(count_RBX), count_RBX.sum(0)
 
 
 def mixtures(module: nn.Module) -> list[tuple[str, MixtureOfExperts]]:
