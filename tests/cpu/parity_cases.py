@@ -22,6 +22,7 @@ import parity_context
 import parity_ingredients
 import parity_models
 import parity_moe
+import parity_overlap
 import parity_pairs
 import parity_schedules
 import parity_sequences
@@ -278,6 +279,7 @@ TOPICS = {
     "ingredients": parity_ingredients.CASES,
     "experts": parity_moe.CASES,
     "sequences": parity_sequences.CASES,
+    "overlap": parity_overlap.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
 }

@@ -25,6 +25,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "experts": {"mlp": "moe"},
     "ep": {"mlp": "moe", "ep": 2},
     "etp": {"mlp": "moe", "etp": 2},
+    "ep beside shared experts": {"mlp": "moe", "ep": 2, "recipe": {"overlap": {"ep": True}}},
     "latent attention": {"attention": "mla"},
     "multi-token prediction": {"model": {"mtp_depth": 1}},
     "tied embeddings": {"model": {"tied_embeddings": True}},
@@ -161,6 +162,10 @@ SETS: tuple[tuple[str, ...], ...] = (
     ("tp without sequence parallelism", "pp interleaved_1f1b"),
     ("cp all_gather", "pp breadth_first"),
     ("pp dualpipe_v", "HSDP"),
+    ("ep beside shared experts", "cp all_gather", "pp gpipe", "tied embeddings", "sliding window"),
+    ("ep beside shared experts", "cp all_to_all", "pp interleaved_1f1b", "loss in chunks", "fused loss"),
+    ("ep beside shared experts", "pp breadth_first", "document mask"),
+    ("ep beside shared experts", "HSDP", "Muon"),
 )
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {}

@@ -7,6 +7,7 @@ without a second's wait; the workers ask it again.
 from operator import attrgetter
 
 from trainwright.spec.errors import reject
+from trainwright.spec.model import MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
@@ -25,7 +26,6 @@ TRAINED_CHOICES = {
     "activations_fp8": False,
     "optimizer.offload": False,
     "overlap.tp": False,
-    "overlap.ep": False,
 }
 """Fields of the recipe of which one value is trained: what the trainer does, or that it doesn't do a thing. A test
 holds all fields of the recipe against this file, so that none is let through and ignored."""
@@ -50,6 +50,11 @@ def require_trainable(run: Run) -> None:
     if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
         why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
         reject("recipe.cp_method", recipe.cp_method, why)
+    if recipe.overlap.ep and not any(
+        isinstance(layer.mlp, MoeMlp) and layer.mlp.d_ff_shared for layer in run.model.layer_counts()
+    ):
+        why = f"is trained behind shared experts alone, and {run.model.name} has none; set it to false"
+        reject("recipe.overlap.ep", True, why)
     if recipe.gradient_format == "bf16":
         if recipe.precision != "bf16":
             why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"

@@ -175,7 +175,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     for piece in pieces:
         set_routing(piece, recipe)
         apply_choices(piece, mesh, recipe, clock)
-        apply_expert_parallel(piece, mesh, clock)
+        apply_expert_parallel(piece, mesh, recipe, clock)
 
     dropping = None
     if recipe.dropout:

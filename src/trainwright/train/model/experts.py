@@ -4,12 +4,13 @@ Copies of tokens stand in rows, sorted by expert; one matmul of stacked weights 
 to its expert, and a token's rows are added up again. A row's weight multiplies between the activation and the down
 projection, where the row is narrow. `model/routing.py` says who goes where.
 
-Two places are left open to forms that spread experts over ranks: `Experts.forward`, from rows to rows, and
-`MixtureOfExperts.over_sequence`, what a part of a sequence has to know of the rest.
+Three places are left open to forms that spread experts over ranks: `MixtureOfExperts.send`, the way of rows to
+experts and back; `Experts.forward`, what experts make of rows; `MixtureOfExperts.over_sequence`, what a part of a
+sequence has to know of the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,41 @@ class Experts(nn.Module):
         return out_RO if bias_XO is None else out_RO + bias_XO.repeat_interleave(count_X, dim=0)
 
 
+class Way(Protocol):
+    """Of rows to their experts and back; they have left."""
+
+    def there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What has come for the experts that are here, once it is: what `Experts.forward` takes."""
+        ...
+
+    def back(self, out_RD: torch.Tensor) -> None:
+        """What they have made of it leaves."""
+        ...
+
+    def home(self) -> torch.Tensor:
+        """What was made of the rows that had left, in their order, once it is here."""
+        ...
+
+
+class Stay:
+    """The way where all experts are here."""
+
+    def __init__(self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor) -> None:
+        self._rows = row_RD, weight_R, count_X
+        self._out_RD: torch.Tensor | None = None
+
+    def there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._rows
+
+    def back(self, out_RD: torch.Tensor) -> None:
+        self._out_RD = out_RD
+
+    def home(self) -> torch.Tensor:
+        assert self._out_RD is not None
+        out_RD, self._out_RD = self._out_RD, None
+        return out_RD
+
+
 class MixtureOfExperts(nn.Module):
     """Of the layer's tokens each goes through its chosen experts and through the shared ones.
 
@@ -132,6 +168,10 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
+        self.send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Way] = Stay
+        """Rows in the order of experts, their weights, and how many there are of each expert, leave."""
+        self.hides_ways = False
+        """Whether rows are on their way while the shared experts run, or before."""
         self.cuts: tuple[int, ...] = ()
         """Where positions here don't follow one another in the sequence: they are runs, cut there."""
         self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
@@ -149,14 +189,25 @@ class MixtureOfExperts(nn.Module):
         count_X = expert_R[order_R].bincount(minlength=self.mlp.num_experts)
         token_R = token_R[order_R]
         row_RD = x_TD.index_select(0, token_R)
-        out_RD = self.experts(row_RD, weight_R.index_select(0, order_R), count_X)
-        out_BSD = torch.zeros_like(x_TD).index_add(0, token_R, out_RD).view_as(x_BSD)
-        if self.shared is None:
-            return out_BSD
-        shared_BSD = self.shared(x_BSD)
-        if self.shared_gate is not None:
-            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
-        return out_BSD + shared_BSD
+        way = self.send(row_RD, weight_R.index_select(0, order_R), count_X)
+
+        def through_experts() -> None:
+            way.back(self.experts(*way.there()))
+
+        def added_up() -> torch.Tensor:
+            return torch.zeros_like(x_TD).index_add(0, token_R, way.home()).view_as(x_BSD)
+
+        if self.shared is not None and self.hides_ways:
+            shared_BSD = self._shared(x_BSD, through_experts)
+            return added_up() + shared_BSD
+        through_experts()
+        out_BSD = added_up()
+        return out_BSD if self.shared is None else out_BSD + self._shared(x_BSD)
+
+    def _shared(self, x_BSD: torch.Tensor, *meanwhile: Callable[[], None]) -> torch.Tensor:
+        assert self.shared is not None
+        shared_BSD = self.shared(x_BSD, *meanwhile)
+        return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
     def _routed(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Experts and weights of each token, and which of them are within the capacity (None: all)."""

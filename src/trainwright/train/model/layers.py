@@ -4,6 +4,8 @@ Heads are counted from the width of the projections' outputs, so the same code r
 attention core is one function of queries, keys and values, which recomputation can wrap by itself.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -119,10 +121,16 @@ class Mlp(nn.Module):
         self.up = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias)
         self.down = nn.Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        if self.gate is None:
-            return self.contract(self.up(x_BSD))
-        return self.contract(self.up(x_BSD), self.gate(x_BSD))
+    def forward(self, x_BSD: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+        """`meanwhile` is called half-way, where something waits for the first half and goes on in the second."""
+        inner = self.expand(x_BSD)
+        if meanwhile is not None:
+            meanwhile()
+        return self.contract(*inner)
+
+    def expand(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The ways up: up, and gate where there is one."""
+        return (self.up(x_BSD),) if self.gate is None else (self.up(x_BSD), self.gate(x_BSD))
 
     def contract(self, up_BSF: torch.Tensor, gate_BSF: torch.Tensor | None = None) -> torch.Tensor:
         """The activation and the way down, which recomputation can wrap by themselves."""
