@@ -26,6 +26,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ep": {"mlp": "moe", "ep": 2},
     "etp": {"mlp": "moe", "etp": 2},
     "ep beside shared experts": {"mlp": "moe", "ep": 2, "recipe": {"overlap": {"ep": True}}},
+    "capacity of experts": {"mlp": "moe", "recipe": {"capacity_factor": 1.0}},
+    "loss for balance": {"mlp": "moe", "recipe": {"balance_loss": 0.5}},
     "latent attention": {"attention": "mla"},
     "multi-token prediction": {"model": {"mtp_depth": 1}},
     "tied embeddings": {"model": {"tied_embeddings": True}},
@@ -166,6 +168,25 @@ SETS: tuple[tuple[str, ...], ...] = (
     ("ep beside shared experts", "cp all_to_all", "pp interleaved_1f1b", "loss in chunks", "fused loss"),
     ("ep beside shared experts", "pp breadth_first", "document mask"),
     ("ep beside shared experts", "HSDP", "Muon"),
+    (
+        "capacity of experts",
+        "loss for balance",
+        "ep",
+        "pp gpipe",
+        "dp zero 2",
+        "tied embeddings",
+        "document mask",
+    ),
+    (
+        "capacity of experts",
+        "loss for balance",
+        "pp interleaved_1f1b",
+        "sliding window",
+        "selective recompute",
+        "fused loss",
+    ),
+    ("capacity of experts", "loss for balance", "pp breadth_first", "loss in chunks", "Muon"),
+    ("capacity of experts", "loss for balance", "HSDP"),
 )
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {}

@@ -183,7 +183,7 @@ def ways(case: str) -> list[Collective]:
     return [
         each
         for each in results(2)[case].of(0)
-        if each.operation == "all_to_all" and each.dtype == "float64" and each.where.startswith("layers.2.mlp")
+        if each.operation == "all_to_all" and each.dtype == "float64" and each.where == "layers.2.mlp"
         if each.act in ("F0", "B0")
     ]
 

@@ -10,7 +10,7 @@ sequence has to know of the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from trainwright.train.model.routing import (
     weights_of,
     within_capacity,
 )
+
+if TYPE_CHECKING:
+    from trainwright.train.model.layers import Mlp
 
 ALIGNED_BYTES = 16
 """Of the rows of what PyTorch's grouped matmul reads."""
@@ -157,7 +160,7 @@ class MixtureOfExperts(nn.Module):
     balance_bias: torch.Tensor | None
     load_X: torch.Tensor
 
-    def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: nn.Module | None) -> None:
+    def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: "Mlp | None") -> None:
         super().__init__()
         self.mlp = mlp
         self.router = nn.Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
@@ -171,7 +174,8 @@ class MixtureOfExperts(nn.Module):
         self.send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Way] = Stay
         """Rows in the order of experts, their weights, and how many there are of each expert, leave."""
         self.hides_ways = False
-        """Whether rows are on their way while the shared experts run, or before."""
+        """Whether rows are on their way beside the shared experts, out beside their first half and back beside the
+        second; or before them."""
         self.cuts: tuple[int, ...] = ()
         """Where positions here don't follow one another in the sequence: they are runs, cut there."""
         self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
@@ -198,15 +202,15 @@ class MixtureOfExperts(nn.Module):
             return torch.zeros_like(x_TD).index_add(0, token_R, way.home()).view_as(x_BSD)
 
         if self.shared is not None and self.hides_ways:
-            shared_BSD = self._shared(x_BSD, through_experts)
+            inner = self.shared.expand(x_BSD)
+            through_experts()
+            shared_BSD = self._gated(self.shared.contract(*inner), x_BSD)
             return added_up() + shared_BSD
         through_experts()
         out_BSD = added_up()
-        return out_BSD if self.shared is None else out_BSD + self._shared(x_BSD)
+        return out_BSD if self.shared is None else out_BSD + self._gated(self.shared(x_BSD), x_BSD)
 
-    def _shared(self, x_BSD: torch.Tensor, *meanwhile: Callable[[], None]) -> torch.Tensor:
-        assert self.shared is not None
-        shared_BSD = self.shared(x_BSD, *meanwhile)
+    def _gated(self, shared_BSD: torch.Tensor, x_BSD: torch.Tensor) -> torch.Tensor:
         return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
     def _routed(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

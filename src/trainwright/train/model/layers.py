@@ -4,8 +4,6 @@ Heads are counted from the width of the projections' outputs, so the same code r
 attention core is one function of queries, keys and values, which recomputation can wrap by itself.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -121,12 +119,8 @@ class Mlp(nn.Module):
         self.up = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias)
         self.down = nn.Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
 
-    def forward(self, x_BSD: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
-        """`meanwhile` is called half-way, where something waits for the first half and goes on in the second."""
-        inner = self.expand(x_BSD)
-        if meanwhile is not None:
-            meanwhile()
-        return self.contract(*inner)
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.contract(*self.expand(x_BSD))
 
     def expand(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The ways up: up, and gate where there is one."""
