@@ -229,6 +229,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     },
     "recipe.overlap.dp": None,
     "recipe.overlap.pp": None,
+    "recipe.overlap.ep": None,
     "model.d_model": None,
     "model.vocab_size": None,
     "model.tied_embeddings": None,
@@ -289,7 +290,7 @@ def with_choice(run: Run, path: str, value: object) -> Run:
 def base_of(path: str) -> Run:
     """The run in which a field means something."""
     place, _, field = path.rpartition(".")
-    of_experts = place == "experts" or path in ("layout.ep", "layout.etp")
+    of_experts = place == "experts" or path in ("layout.ep", "layout.etp", "recipe.overlap.ep")
     if not of_experts and not (place == "recipe" and field in OF_EXPERTS):
         return RUN
     experts = MOE_RUN.model.layers[0].mlp.changed(**EXPERTS)
@@ -338,12 +339,12 @@ def test_the_runs_are_trainable_themselves() -> None:
     require_trainable(base_of("layout.ep").check())
 
 
-@pytest.mark.parametrize(("path", "value"), [("recipe.capacity_factor", 1.0), ("recipe.balance_loss", 0.1)])
-def test_what_experts_are_not_trained_with_beside_cp(path: str, value: object) -> None:
-    run = base_of("layout.ep").with_value("layout.cp", 2)
+def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
+    run = base_of("recipe.overlap.ep").with_value("recipe.overlap.ep", value=True)
     require_trainable(run.check())
-    with pytest.raises(InvalidSpec, match=f"{path}=.*with cp"):
-        require_trainable(run.with_value(path, value))
+    alone = with_choice(with_choice(run, "experts.shared_gate", value=False), "experts.d_ff_shared", 0)
+    with pytest.raises(InvalidSpec, match=r"recipe.overlap.ep=True: .*shared experts.* set it to false"):
+        require_trainable(alone.check())
 
 
 def test_every_field_is_flipped() -> None:

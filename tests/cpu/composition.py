@@ -49,6 +49,9 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "ep": lambda run: run.layout.ep > 1,
     "etp": lambda run: run.layout.etp > 1,
     "experts": lambda run: run.model.is_moe,
+    "ep beside shared experts": lambda run: run.layout.ep > 1 and run.recipe.overlap.ep,
+    "capacity of experts": lambda run: run.recipe.capacity_factor is not None,
+    "loss for balance": lambda run: run.recipe.balance_loss > 0,
     "latent attention": lambda run: any(
         isinstance(layer.attention, LatentAttention) for layer in run.model.layer_counts()
     ),

@@ -22,8 +22,10 @@ import parity_context
 import parity_ingredients
 import parity_models
 import parity_moe
+import parity_overlap
 import parity_pairs
 import parity_schedules
+import parity_sequences
 import parity_together
 from example import example_batches, example_run, part_of, steer, with_documents
 
@@ -276,6 +278,8 @@ TOPICS = {
     "models": parity_models.CASES,
     "ingredients": parity_ingredients.CASES,
     "experts": parity_moe.CASES,
+    "sequences": parity_sequences.CASES,
+    "overlap": parity_overlap.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
 }
@@ -318,8 +322,9 @@ CONTROLS: dict[int, dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]]]
 }
 
 
-for world, controls in parity_moe.CONTROLS.items():
-    CONTROLS[world] = CONTROLS.get(world, {}) | controls
+for topic in (parity_moe, parity_sequences):
+    for world, controls in topic.CONTROLS.items():
+        CONTROLS[world] = CONTROLS.get(world, {}) | controls
 
 
 MADE: dict[Any, Any] = {}

@@ -47,7 +47,6 @@ def families(name: str, *, recipe: dict[str, Any] | None = None, **layout: Any) 
     return {
         f"{name}, {family}": with_recipe({**fields, **layout}, **(recipe or {}))
         for family, fields in FAMILIES.items()
-        if not (family.startswith("mtp") and ("cp" in layout or "dropout" in (recipe or {})))
     }
 
 
@@ -151,7 +150,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             f"cp {method}, {family}": with_recipe({**fields, "cp": 2}, cp_method=method)
             for family, fields in FAMILIES.items()
             for method in ("all_gather", "ring")
-            if family not in WITH_OWN_SCORES and not family.startswith("mtp")
+            if family not in WITH_OWN_SCORES
         },
         **families("zb_v", **SPLIT["zb_v"], recipe={"schedule": "zb_v"}),
     },

@@ -9,9 +9,10 @@ from example import example_run
 
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.recipe import Recipe
-from trainwright.train.data import Batch
+from trainwright.train.data import IGNORED, Batch
 from trainwright.train.parallel import blocks as kernels
 from trainwright.train.parallel.blocks import Merged, Seen, block_backward, block_forward
+from trainwright.train.parallel.choices import cut_of, order_of, parts_of
 from trainwright.train.parallel.positions import positions_of
 from trainwright.train.parallel.travelling import blocks
 
@@ -63,8 +64,12 @@ def test_ranks_share_out_the_positions(method: str, size: int) -> None:
     tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     for part in parts:
         batch = Batch([tokens], [tokens + 1], 2 * SEQ_LEN).at(part)
-        assert torch.equal(batch.inputs_BS[0], tokens[:, part])
-        assert torch.equal(batch.targets_BS[0], tokens[:, part] + 1)
+        assert torch.equal(batch.inputs(0), tokens[:, part])
+        assert torch.equal(batch.targets(0), tokens[:, part] + 1)
+        # Later tokens stand where others' positions may be; behind the sequence there are none.
+        assert torch.equal(batch.inputs(0, 3), (tokens[:, part] + 3) * (part + 3 < SEQ_LEN))
+        expected = (tokens[:, part] + 4).masked_fill(part + 3 >= SEQ_LEN, IGNORED)
+        assert torch.equal(batch.targets(0, 3), expected)
         assert batch.global_tokens == 2 * SEQ_LEN
 
 
@@ -145,3 +150,19 @@ def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
         example_run(cp=4, recipe={"seq_len": 12}).check()
     example_run(tp=2, cp=2, recipe={"seq_len": 20}).check()
     example_run(cp=2, recipe={"seq_len": 18, "cp_method": "all_to_all"}).check()
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "seq_len"), [(1, 2, 24), (2, 2, 24), (3, 2, 24), (3, 4, 24), (4, 3, 24), (2, 1, 6)]
+)
+def test_choices_of_experts_are_counted_in_the_order_of_positions(
+    method: str, tp: int, cp: int, seq_len: int
+) -> None:
+    """Also where tp cuts a part between its early and its late chunk, and where runs are of odd lengths."""
+    recipe = Recipe.parse({"seq_len": seq_len, "global_batch": 1, "cp_method": method})
+    parts = parts_of(recipe, tp, cp)
+    order = order_of(parts)
+    assert len(order) in (len(parts), 2 * len(parts))
+    runs = [run for part in parts for run in part.tensor_split([cut_of(part)][: len(order) // len(parts) - 1])]
+    assert torch.equal(torch.cat([runs[each] for each in order]), torch.arange(seq_len))

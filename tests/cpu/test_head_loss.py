@@ -32,7 +32,7 @@ def peak_of(loss: HeadLoss) -> float:
     before = peak_bytes_of(lambda: None, torch.device("cpu"))
 
     def both_ways() -> None:
-        loss(head, [x], targets, 1 / TOKENS)[0].backward()
+        loss(head, [x], [targets], 1 / TOKENS)[0].backward()
 
     return (peak_bytes_of(both_ways, torch.device("cpu")) - before) / LOGITS_BYTES
 
@@ -49,7 +49,7 @@ def test_logits_are_held_as_the_planner_says() -> None:
 @pytest.mark.parametrize("loss", [HeadLoss(), HeadLoss(True), HeadLoss(chunks=5), HeadLoss(True, chunks=5)])
 def test_bf16_is_computed_in_fp32(loss: HeadLoss) -> None:
     head, x, targets = head_input_targets(torch.bfloat16)
-    objective, entropy = loss(head, [x], targets, 0.5)
+    objective, entropy = loss(head, [x], [targets], 0.5)
     logits = head(x).float().detach().requires_grad_()
     exact = F.cross_entropy(logits[0], targets[0], reduction="sum")
     assert float(entropy) == pytest.approx(float(exact.detach()), rel=1e-5)
@@ -69,6 +69,6 @@ def test_logits_that_someone_keeps_are_not_written_over(change: Callable[[torch.
     head, x, targets = head_input_targets()
     bent = nn.Sequential()
     bent.forward = lambda x: change(head(x))  # type: ignore[method-assign]
-    objective, _ = HeadLoss(fused=True)(bent, [x], targets, 1.0)  # type: ignore[arg-type]
+    objective, _ = HeadLoss(fused=True)(bent, [x], [targets], 1.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         objective.backward()

@@ -16,9 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.spec.model import LatentAttention, ModelSpec
+from trainwright.train.model import functions
 from trainwright.train.model.transformer import Transformer
 
 BOUND = 1e-10
+LARGE = 8.0
+"""Times the others' is the deviation of experts' weights: what gpt-oss' activation reads reaches its clamps."""
 Weights = dict[str, torch.Tensor]
 
 LLAMA = {
@@ -130,6 +133,25 @@ def of_deepseek(spec: ModelSpec, weights: Weights) -> Weights:
     return ours
 
 
+def of_gpt_oss(spec: ModelSpec, weights: Weights) -> Weights:
+    """Its experts' matrices are (in, out), and gate and up take turns in one."""
+    ours = {}
+    for name, value in weights.items():
+        place, _, matrix = name.rpartition(".experts.")
+        if not place:
+            ours[name] = value
+            continue
+        value = value if matrix.endswith("bias") else value.transpose(1, 2)
+        matrix = matrix.replace("_proj_bias", "_bias").replace("_proj", "")
+        if matrix.startswith("gate_up"):
+            # (X, out) of a bias and (X, out, in) of a weight.
+            for at, part in enumerate(("gate", "up")):
+                ours[f"{place}.experts.{matrix.replace('gate_up', part)}"] = value[:, at::2]
+        else:
+            ours[f"{place}.experts.{matrix}"] = value
+    return ours
+
+
 def common(rng: random.Random) -> dict[str, Any]:
     heads = rng.choice([4, 8])
     return {
@@ -211,6 +233,20 @@ def olmo2(rng: random.Random) -> dict[str, Any]:
     return values
 
 
+def gpt_oss(rng: random.Random) -> dict[str, Any]:
+    values = {**common(rng), "head_dim": 16, "intermediate_size": 2 * rng.randrange(5, 20)}
+    experts = rng.randrange(4, 9)
+    return {
+        **values,
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.randrange(2, experts),
+        "sliding_window": 7,
+        "attention_bias": rng.random() < 0.7,
+        # None: the one that gpt-oss has, by 32 and not truncated.
+        "rope_parameters": rng.choice([None, {**yarn(rng), "truncate": rng.random() < 0.5}]),
+    }
+
+
 def gpt_neox(rng: random.Random) -> dict[str, Any]:
     values = common(rng)
     del values["head_dim"], values["num_key_value_heads"]
@@ -263,6 +299,7 @@ FAMILIES: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], dict[s
     "olmo2": ("olmo2", olmo2, OLMO_2, same),
     "llama with yarn": ("llama", yarn_llama, LLAMA, same),
     "deepseek_v3": ("deepseek_v3", deepseek_v3, DEEPSEEK, of_deepseek),
+    "gpt_oss": ("gpt_oss", gpt_oss, LLAMA, of_gpt_oss),
     "gpt_neox": ("gpt_neox", gpt_neox, GPT_NEOX, of_gpt_neox),
     "gpt2": ("gpt2", gpt2, GPT_2, of_gpt_2),
 }
@@ -304,15 +341,31 @@ def logits_of_both(family: str, seed: int) -> tuple[torch.Tensor, Transformer, t
     tokens_BS = torch.randint(spec.vocab_size, (2, 40))
     with float32_is_float64():
         theirs = AutoModelForCausalLM.from_config(config).eval()
+        theirs.set_experts_implementation("eager")  # its grouped matmul takes no float64
         for parameter in theirs.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
         with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                if "experts." in name:
+                    parameter.mul_(LARGE)
             expected = theirs(tokens_BS).logits
     ours = Transformer(spec).double()
     weights = dict(theirs.named_parameters(remove_duplicate=False))
     ours.load_state_dict(arranged(spec, renamed(names, weights)))
     ours.tie()
     return expected, ours, tokens_BS
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("bound", "value"), [("CLAMP", 1e9), ("SLOPE", 1.0)])
+def test_the_activation_of_gpt_oss_is_clamped(
+    bound: str, value: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another clamp or slope must show."""
+    expected, ours, tokens_BS = logits_of_both("gpt_oss", seed)
+    monkeypatch.setattr(functions, bound, value)
+    with torch.no_grad():
+        assert float((ours(tokens_BS) - expected).norm() / expected.norm()) > 1e-2
 
 
 @pytest.mark.parametrize("seed", range(4))

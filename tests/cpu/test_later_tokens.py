@@ -10,7 +10,7 @@ from example import example_run, plain_model
 
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.run import Run
-from trainwright.train.data import IGNORED
+from trainwright.train.data import IGNORED, Batch
 from trainwright.train.head_loss import HeadLoss
 from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.transformer import Transformer
@@ -51,8 +51,11 @@ def test_losses_are_those_of_the_equations(ignored: bool) -> None:
     inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].clone()
     if ignored:
         targets_BS[0, 3:9] = IGNORED
-    head_loss = partial(HeadLoss(later_weight=0.1), targets_BS=targets_BS, scale=1.0)
-    loss, next_loss = model(inputs_BS, tokens_BS=inputs_BS, loss=head_loss)
+    batch = Batch([inputs_BS], [targets_BS], 1)
+    targets = [batch.targets(0, further) for further in range(DEPTH + 1)]
+    head_loss = partial(HeadLoss(later_weight=0.1), targets_BS=targets, scale=1.0)
+    later_BS = [batch.inputs(0, further) for further in range(1, DEPTH + 1)]
+    loss, next_loss = model(inputs_BS, later_BS=later_BS, loss=head_loss)
     expected_next, *expected_later = by_the_equations(model, inputs_BS, targets_BS)
     parameters = list(model.parameters())
     expected = expected_next + 0.1 * sum(expected_later)

@@ -178,6 +178,42 @@ def test_a_send_goes_beside_the_next_act() -> None:
     assert not any(each.beside for each in results(2)["tp"].collectives)
 
 
+def ways(case: str) -> list[Collective]:
+    """All-to-alls of rows of a first microbatch on rank 0, in the middle layer; not those of whole numbers."""
+    return [
+        each
+        for each in results(2)[case].of(0)
+        if each.operation == "all_to_all" and each.dtype == "float64" and each.where == "layers.2.mlp"
+        if each.act in ("F0", "B0")
+    ]
+
+
+@pytest.mark.parametrize("case", ["ep beside shared experts", "ep of tp beside shared experts"])
+def test_dispatch_goes_beside_shared_experts(case: str) -> None:
+    """Rows and weights go out beside the ways up, what was made of them comes back beside the way down. Their
+    gradients come the other way, beside the gradients of the same."""
+    ways_up = {f"layers.2.mlp.shared.{matrix}" for matrix in ("gate", "up")}
+    way_down = {"layers.2.mlp.shared.down"}
+
+    def of(phase: str, modules: set[str]) -> set[str]:
+        return {f"{phase} of {module}" for module in modules}
+
+    rows, weights, made, d_made, d_weights, d_rows = ways(case)
+    assert [set(each.beside) for each in (rows, weights)] == [of("forward", ways_up)] * 2
+    assert set(made.beside) == of("forward", way_down)
+    assert set(d_made.beside) >= of("backward", way_down)
+    for each in (d_weights, d_rows):
+        assert set(each.beside) >= of("backward", ways_up)
+        assert not set(each.beside) & of("backward", way_down)
+    assert rows.bytes == d_made.bytes > weights.bytes
+    assert all(each.start_s <= each.end_s - each.waited_s for each in ways(case))
+
+
+def test_dispatch_that_is_not_to_overlap_goes_beside_nothing() -> None:
+    assert len(ways("ep")) == 6
+    assert not any(each.beside for each in ways("ep"))
+
+
 def test_chunks_multiply_the_edges() -> None:
     """Four stages on two ranks: three edges, each crossed forth and back by every microbatch."""
     traffic = results(2)["pp interleaved"]

@@ -19,6 +19,12 @@ from trainwright.train.trace.trace import trace
 
 SMALL = {"global_batch": 4, "micro_batch": 1}
 
+
+def experts(**fields: Any) -> dict[str, Any]:
+    """All layers have experts, and shared ones beside them."""
+    return {"mlp": {"kind": "moe", "num_experts": 8, "top_k": 2, "d_ff": 16, "d_ff_shared": 32}, **fields}
+
+
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "tp": {"tp": 2, "recipe": SMALL},
@@ -30,6 +36,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "zero 1": {"dp": 2, "recipe": {**SMALL, "zero": 1}},
         "zero 3": {"dp": 2, "recipe": {**SMALL, "zero": 3}},
         "pp tied": {"pp": 2, "model": {"tied_embeddings": True}, "recipe": SMALL},
+        "ep": experts(dp=2, ep=2, recipe=SMALL),
+        "ep beside shared experts": experts(dp=2, ep=2, recipe={**SMALL, "overlap": {"ep": True}}),
+        "ep of tp beside shared experts": experts(tp=2, ep=2, recipe={**SMALL, "overlap": {"ep": True}}),
         "pp interleaved": {"pp": 2, "vpp": 2, "recipe": {**SMALL, "schedule": "interleaved_1f1b"}},
     },
     4: {

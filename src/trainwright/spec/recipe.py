@@ -65,7 +65,9 @@ class Overlap(Noun):
     tp: bool = False
     """Collectives of tp run in pieces beside the matmuls that they feed (asynchronous tensor parallelism)."""
     ep: bool = False
-    """Expert dispatch of one microbatch runs beside the compute of another (dual-batch overlap)."""
+    """Expert dispatch runs beside compute. `train` hides it behind the shared experts (Megatron-Core's
+    moe_shared_expert_overlap); programs that rates were fitted to also behind another microbatch (dual-batch
+    overlap)."""
 
 
 class Recipe(Noun):

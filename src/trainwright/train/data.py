@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trainwright.spec.errors import reject
+from trainwright.train.model.later_tokens import shifted
 from trainwright.train.shards import Shards
 
 
@@ -25,14 +26,17 @@ class Batch:
     """A data-parallel rank's part of one step, by microbatch."""
 
     inputs_BS: list[torch.Tensor]
+    """Of whole samples, as are all tensors here."""
     targets_BS: list[torch.Tensor]
     """`IGNORED` marks positions without a target."""
     global_tokens: int
     """Targets of the step over all ranks: what the summed loss is divided by."""
     documents_BS: list[torch.Tensor] | None = None
-    """The number of each input's document in its sample, always of whole samples; None where all are seen."""
+    """The number of each input's document in its sample; None where all are seen."""
     first_sample: int = 0
     """Global number of the first sequence; the others of this rank follow it."""
+    positions: torch.Tensor | None = None
+    """Those of each sample that this rank works on; None: all."""
 
     def samples_B(self, microbatch: int) -> torch.Tensor:
         """Global numbers of a microbatch's sequences."""
@@ -40,12 +44,21 @@ class Batch:
         return torch.arange(len(self.inputs_BS[microbatch])) + (self.first_sample + before)
 
     def at(self, positions: torch.Tensor) -> "Batch":
-        """The same samples at some of their positions alone."""
-        return replace(
-            self,
-            inputs_BS=[each[:, positions] for each in self.inputs_BS],
-            targets_BS=[each[:, positions] for each in self.targets_BS],
-        )
+        """The same samples, of which this rank works on some positions alone."""
+        return replace(self, positions=positions)
+
+    def inputs(self, microbatch: int, further: int = 0) -> torch.Tensor:
+        """At each of this rank's positions, (B, S), the token that stands `further` on in its sample, whoever
+        works on that position; token 0 where there is none."""
+        return self._here(self.inputs_BS[microbatch], further, filler=0)
+
+    def targets(self, microbatch: int, further: int = 0) -> torch.Tensor:
+        """The same of targets; `IGNORED` where there is none."""
+        return self._here(self.targets_BS[microbatch], further, filler=IGNORED)
+
+    def _here(self, tokens_BS: torch.Tensor, further: int, filler: int) -> torch.Tensor:
+        tokens_BS = shifted(tokens_BS, further, filler)
+        return tokens_BS if self.positions is None else tokens_BS[:, self.positions]
 
 
 IGNORED = -100

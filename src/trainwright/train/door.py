@@ -7,6 +7,7 @@ without a second's wait; the workers ask it again.
 from operator import attrgetter
 
 from trainwright.spec.errors import reject
+from trainwright.spec.model import MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 
@@ -25,7 +26,6 @@ TRAINED_CHOICES = {
     "activations_fp8": False,
     "optimizer.offload": False,
     "overlap.tp": False,
-    "overlap.ep": False,
 }
 """Fields of the recipe of which one value is trained: what the trainer does, or that it doesn't do a thing. A test
 holds all fields of the recipe against this file, so that none is let through and ignored."""
@@ -34,8 +34,6 @@ holds all fields of the recipe against this file, so that none is let through an
 def require_trainable(run: Run) -> None:
     """Raise `InvalidSpec` at the first field of a checked run that `train` can't carry out."""
     layout, recipe = run.layout, run.recipe
-    if run.model.is_moe:
-        _require_experts(run)
     for field, trained in TRAINED_CHOICES.items():
         value = attrgetter(field)(recipe)
         if value != trained:
@@ -52,13 +50,11 @@ def require_trainable(run: Run) -> None:
     if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
         why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
         reject("recipe.cp_method", recipe.cp_method, why)
-    if run.model.mtp_depth:
-        if layout.cp > 1:
-            why = "is not trained yet with multi-token prediction, which reads tokens further on; set layout.cp=1"
-            reject("layout.cp", layout.cp, why)
-        if recipe.attention_kernel == "unfused":
-            why = "is not trained yet with multi-token prediction; use flash"
-            reject("recipe.attention_kernel", recipe.attention_kernel, why)
+    if recipe.overlap.ep and not any(
+        isinstance(layer.mlp, MoeMlp) and layer.mlp.d_ff_shared for layer in run.model.layer_counts()
+    ):
+        why = f"is trained behind shared experts alone, and {run.model.name} has none; set it to false"
+        reject("recipe.overlap.ep", True, why)
     if recipe.gradient_format == "bf16":
         if recipe.precision != "bf16":
             why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
@@ -93,17 +89,6 @@ def _require_moments(recipe: Recipe) -> None:
             f"is too near 1 for moments=bf16, whose rounding would keep the second moment from falling; use at "
             f"most {MOST_BETA2_OF_BF16} or moments=fp32",
         )
-
-
-def _require_experts(run: Run) -> None:
-    """What isn't trained beside experts, whether or not it is without them."""
-    recipe = run.recipe
-    if run.layout.cp > 1:
-        # Both count choices in the order of a sequence's positions, which cp may deal out of order.
-        for field, trained in {"capacity_factor": None, "balance_loss": 0.0}.items():
-            if getattr(recipe, field) != trained:
-                why = "is not trained yet with cp, whose ranks have parts of a sequence; leave it out or set cp=1"
-                reject(f"recipe.{field}", getattr(recipe, field), why)
 
 
 def _remedy(trained: object) -> str:

@@ -12,6 +12,7 @@ collectives of the head's input stand in forward: it is gathered, and its gradie
 of `fused` are what one GPU kernel does in its registers; here they are PyTorch operations on any device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainwright.train.data import IGNORED
 from trainwright.train.loss import (
     Terms,
     VocabularyPart,
@@ -32,7 +32,6 @@ from trainwright.train.loss import (
     terms_of,
 )
 from trainwright.train.model.functions import softcapped
-from trainwright.train.model.later_tokens import shifted
 from trainwright.train.parallel.crossing import Crossing
 
 BLOCK_VALUES = 2**18
@@ -55,19 +54,17 @@ class HeadLoss:
     edge: Crossing | None = None
 
     def __call__(
-        self, head: nn.Linear, read: list[torch.Tensor], targets_BS: torch.Tensor, scale: float
+        self, head: nn.Linear, read: list[torch.Tensor], targets_BS: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is minimised, `scale` being one over the step's targets, and the summed cross-entropy of the next
         token alone (`loss.loss_of_logits`); both the same on every rank of a tp group.
 
         `read` is what the head reads for the next token, and then for each later one, whose losses are added with
-        their weight (arXiv:2412.19437 eq. 24 and 25). Module k has at a position the target that the model has k
-        positions further on in the same sequence; none at the last k, and none where that is `IGNORED`. All are
+        their weight (arXiv:2412.19437 eq. 24 and 25); `targets_BS` are of each of them (`Batch.targets`). All are
         divided by one number, as in the paper: a module with fewer targets weighs less.
         """
-        objective, entropy = self._of_one(head, read[0], targets_BS, scale)
-        for further, x_BSD in enumerate(read[1:], 1):
-            targets = shifted(targets_BS, further, filler=IGNORED)
+        objective, entropy = self._of_one(head, read[0], targets_BS[0], scale)
+        for x_BSD, targets in zip(read[1:], targets_BS[1:], strict=True):
             later, _ = self._of_one(head, x_BSD, targets, scale * self.later_weight)
             objective = objective + later
         return objective, entropy

@@ -26,6 +26,7 @@ from trainwright.train.model.initialize import global_name
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import clip, optimizer_of, squared_norm
 from trainwright.train.parallel.balance import Balance
+from trainwright.train.parallel.choices import apply_choices
 from trainwright.train.parallel.context import apply_context_parallel
 from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.dispatch import apply_expert_parallel
@@ -173,7 +174,8 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     # Experts over all ranks of a stage, read as a grid of their own; what is left of it is their data parallelism.
     for piece in pieces:
         set_routing(piece, recipe)
-        apply_expert_parallel(piece, mesh, clock)
+        apply_choices(piece, mesh, recipe, clock)
+        apply_expert_parallel(piece, mesh, recipe, clock)
 
     dropping = None
     if recipe.dropout:

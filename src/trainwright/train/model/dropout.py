@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.train.model.layers import Layer
 from trainwright.train.model.scores import same, seen
 from trainwright.train.model.transformer import Transformer
 
@@ -102,20 +101,18 @@ def unfused_core(
 
 def use_unfused_cores(piece: Transformer, dropping: Dropping | None) -> None:
     """Attention with its scores in memory, in place."""
-    for name, layer in piece.layers.items():
-        assert isinstance(layer, Layer)
-        layer.attention.core = partial(unfused_core, layer=int(name), dropping=dropping)
+    for number, layer in piece.numbered_layers():
+        layer.attention.core = partial(unfused_core, layer=number, dropping=dropping)
 
 
 def drop_branches(piece: Transformer, dropping: Dropping) -> None:
     """Drop values of what attention and MLP add to the residual stream, in place. Around what is recomputed of
     them, whose recomputation thus ends before the mask."""
-    for name, layer in piece.layers.items():
-        assert isinstance(layer, Layer)
+    for number, layer in piece.numbered_layers():
         blocks: dict[Place, nn.Module] = {"attention": layer.attention, "mlp": layer.mlp}
         for place, block in blocks.items():
             plain: Callable[..., torch.Tensor] = block.forward
-            setattr(block, "forward", partial(_branch, dropping, int(name), place, plain))  # noqa: B010
+            setattr(block, "forward", partial(_branch, dropping, number, place, plain))  # noqa: B010
 
 
 def _branch(dropping: Dropping, layer: int, place: Place, block: Any, *inputs: Any) -> torch.Tensor:

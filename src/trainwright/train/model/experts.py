@@ -4,12 +4,13 @@ Copies of tokens stand in rows, sorted by expert; one matmul of stacked weights 
 to its expert, and a token's rows are added up again. A row's weight multiplies between the activation and the down
 projection, where the row is narrow. `model/routing.py` says who goes where.
 
-Two places are left open to forms that spread experts over ranks: `Experts.forward`, from rows to rows, and
-`MixtureOfExperts.over_sequence`, what a part of a sequence has to know of the rest.
+Three places are left open to forms that spread experts over ranks: `MixtureOfExperts.send`, the way of rows to
+experts and back; `Experts.forward`, what experts make of rows; `MixtureOfExperts.over_sequence`, what a part of a
+sequence has to know of the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from trainwright.train.model.routing import (
     weights_of,
     within_capacity,
 )
+
+if TYPE_CHECKING:
+    from trainwright.train.model.layers import Mlp
 
 ALIGNED_BYTES = 16
 """Of the rows of what PyTorch's grouped matmul reads."""
@@ -110,6 +114,41 @@ class Experts(nn.Module):
         return out_RO if bias_XO is None else out_RO + bias_XO.repeat_interleave(count_X, dim=0)
 
 
+class Way(Protocol):
+    """Of rows to their experts and back; they have left."""
+
+    def there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What has come for the experts that are here, once it is: what `Experts.forward` takes."""
+        ...
+
+    def back(self, out_RD: torch.Tensor) -> None:
+        """What they have made of it leaves."""
+        ...
+
+    def home(self) -> torch.Tensor:
+        """What was made of the rows that had left, in their order, once it is here."""
+        ...
+
+
+class Stay:
+    """The way where all experts are here."""
+
+    def __init__(self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor) -> None:
+        self._rows = row_RD, weight_R, count_X
+        self._out_RD: torch.Tensor | None = None
+
+    def there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._rows
+
+    def back(self, out_RD: torch.Tensor) -> None:
+        self._out_RD = out_RD
+
+    def home(self) -> torch.Tensor:
+        assert self._out_RD is not None
+        out_RD, self._out_RD = self._out_RD, None
+        return out_RD
+
+
 class MixtureOfExperts(nn.Module):
     """Of the layer's tokens each goes through its chosen experts and through the shared ones.
 
@@ -121,7 +160,7 @@ class MixtureOfExperts(nn.Module):
     balance_bias: torch.Tensor | None
     load_X: torch.Tensor
 
-    def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: nn.Module | None) -> None:
+    def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: "Mlp | None") -> None:
         super().__init__()
         self.mlp = mlp
         self.router = nn.Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
@@ -132,8 +171,16 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
+        self.send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Way] = Stay
+        """Rows in the order of experts, their weights, and how many there are of each expert, leave."""
+        self.hides_ways = False
+        """Whether rows are on their way beside the shared experts, out beside their first half and back beside the
+        second; or before them."""
+        self.cuts: tuple[int, ...] = ()
+        """Where positions here don't follow one another in the sequence: they are runs, cut there."""
         self.over_sequence: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = whole_sequence
-        """From choices of each sequence and expert here, (B, X), to those at earlier positions and to all."""
+        """From choices in each run here, of each sequence and expert, (runs, B, X), to those at positions of the
+        sequence before the run, and to all of the sequence, (B, X)."""
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         expert_BSC, weight_BSC, kept_BSC = self._routed(x_BSD)
@@ -146,14 +193,25 @@ class MixtureOfExperts(nn.Module):
         count_X = expert_R[order_R].bincount(minlength=self.mlp.num_experts)
         token_R = token_R[order_R]
         row_RD = x_TD.index_select(0, token_R)
-        out_RD = self.experts(row_RD, weight_R.index_select(0, order_R), count_X)
-        out_BSD = torch.zeros_like(x_TD).index_add(0, token_R, out_RD).view_as(x_BSD)
-        if self.shared is None:
-            return out_BSD
-        shared_BSD = self.shared(x_BSD)
-        if self.shared_gate is not None:
-            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
-        return out_BSD + shared_BSD
+        way = self.send(row_RD, weight_R.index_select(0, order_R), count_X)
+
+        def through_experts() -> None:
+            way.back(self.experts(*way.there()))
+
+        def added_up() -> torch.Tensor:
+            return torch.zeros_like(x_TD).index_add(0, token_R, way.home()).view_as(x_BSD)
+
+        if self.shared is not None and self.hides_ways:
+            inner = self.shared.expand(x_BSD)
+            through_experts()
+            shared_BSD = self._gated(self.shared.contract(*inner), x_BSD)
+            return added_up() + shared_BSD
+        through_experts()
+        out_BSD = added_up()
+        return out_BSD if self.shared is None else out_BSD + self._gated(self.shared(x_BSD), x_BSD)
+
+    def _gated(self, shared_BSD: torch.Tensor, x_BSD: torch.Tensor) -> torch.Tensor:
+        return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
     def _routed(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Experts and weights of each token, and which of them are within the capacity (None: all)."""
@@ -166,7 +224,8 @@ class MixtureOfExperts(nn.Module):
         if self.capacity_factor is None and not self.loss_weight:
             return expert_BSC, weight_BSC, None
         marks_BSX = marks_of(expert_BSC, mlp.num_experts)
-        earlier_BX, total_BX = self.over_sequence(marks_BSX.sum(1))
+        runs = marks_BSX.tensor_split(self.cuts, dim=1)
+        earlier_RBX, total_BX = self.over_sequence(torch.stack([run_BSX.sum(1) for run_BSX in runs]))
         # Each position chose top_k.
         seq_len = int(total_BX[0].sum()) // mlp.top_k
         if self.loss_weight and torch.is_grad_enabled():
@@ -174,13 +233,16 @@ class MixtureOfExperts(nn.Module):
             weight_BSC = _WithLoss.apply(weight_BSC, loss, self.loss_weight)  # pyright: ignore[reportAssignmentType]
         if self.capacity_factor is None:
             return expert_BSC, weight_BSC, None
-        kept_BSX = within_capacity(marks_BSX, earlier_BX, seq_len, self.capacity_factor, mlp)
-        return expert_BSC, weight_BSC, kept_BSX.gather(-1, expert_BSC)
+        kept = [
+            within_capacity(run_BSX, earlier_BX, seq_len, self.capacity_factor, mlp)
+            for run_BSX, earlier_BX in zip(runs, earlier_RBX, strict=True)
+        ]
+        return expert_BSC, weight_BSC, torch.cat(kept, dim=1).gather(-1, expert_BSC)
 
 
-def whole_sequence(count_BX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`over_sequence` where all of the sequence is here."""
-    return torch.zeros_like(count_BX), count_BX
+def whole_sequence(count_RBX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`over_sequence` where all of the sequence is here, in one run."""
+    return torch.zeros_like(count_RBX), count_RBX.sum(0)
 
 
 def mixtures(module: nn.Module) -> list[tuple[str, MixtureOfExperts]]:

@@ -7,8 +7,9 @@ what comes out, normed, goes to the model's own head, which then predicts token 
 too: at no position does a module see more than the tokens up to i + k.
 
 At the last k positions of a sequence token i + k isn't there. Their place is held by token 0, no earlier position
-reads it, and they have no target (`head_loss.HeadLoss`). These modules are no layers of a stage: recomputation
-leaves them as they are.
+reads it, and they have no target. Tokens and targets are shifted in whole sequences, before ranks take their
+positions of them (`data.Batch`). These modules are no layers of a stage: recomputation leaves them as they are.
+Dropout counts their layers on behind the model's last.
 """
 
 import torch

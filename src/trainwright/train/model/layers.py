@@ -120,9 +120,11 @@ class Mlp(nn.Module):
         self.down = nn.Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        if self.gate is None:
-            return self.contract(self.up(x_BSD))
-        return self.contract(self.up(x_BSD), self.gate(x_BSD))
+        return self.contract(*self.expand(x_BSD))
+
+    def expand(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The ways up: up, and gate where there is one."""
+        return (self.up(x_BSD),) if self.gate is None else (self.up(x_BSD), self.gate(x_BSD))
 
     def contract(self, up_BSF: torch.Tensor, gate_BSF: torch.Tensor | None = None) -> torch.Tensor:
         """The activation and the way down, which recomputation can wrap by themselves."""

@@ -7,7 +7,7 @@ checkpoints, tests).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from trainwright.spec.model import ModelSpec
 from trainwright.train.model.functions import softcapped
-from trainwright.train.model.later_tokens import LaterToken, shifted
+from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Layer, Norm
 from trainwright.train.model.rotary import Rotary
 
@@ -42,8 +42,8 @@ class Transformer(nn.Module):
     """Layers `layers` of a decoder-only transformer; all of them, with both ends, unless told otherwise.
 
     Takes tokens (B, S) where it is first, else activations (B, S, D); gives logits (B, S, V) where it is last,
-    else activations. With multi-token prediction the last piece takes the tokens too, and gives the logits of the
-    next token and those of each later one.
+    else activations. With multi-token prediction the last piece takes later tokens too, and gives the logits of
+    the next token and those of each later one.
     """
 
     def __init__(
@@ -70,6 +70,16 @@ class Transformer(nn.Module):
             self.local_rotary = Rotary(spec.rope.changed(theta=spec.rope.local_theta, scaling=None))
         self.tie()
 
+    def numbered_layers(self) -> Iterator[tuple[int, Layer]]:
+        """Its layers with their numbers; those that predict later tokens are counted on behind the model's
+        last."""
+        for name, layer in self.layers.items():
+            assert isinstance(layer, Layer)
+            yield int(name), layer
+        for name, module in self.later.items():
+            assert isinstance(module, LaterToken)
+            yield self.spec.num_layers + int(name), module.layer
+
     def tie(self) -> None:
         """Make head and embedding one tensor where the model says so and both are here. To be called again after
         anything that replaces parameters."""
@@ -80,12 +90,12 @@ class Transformer(nn.Module):
         self,
         x: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
-        tokens_BS: torch.Tensor | None = None,
+        later_BS: Sequence[torch.Tensor] = (),
         loss: Callable[[nn.Linear, list[torch.Tensor]], Any] | None = None,
     ) -> Any:
-        """documents_BS: the number of each token's document, where tokens see their own alone. tokens_BS: for
-        multi-token prediction. With `loss`, what it makes of the head and what the head reads, in place of
-        logits."""
+        """documents_BS: the number of each token's document, where tokens see their own alone. later_BS: for each
+        module of multi-token prediction the token that stands so much further on (`later_tokens.shifted`). With
+        `loss`, what it makes of the head and what the head reads, in place of logits."""
         x_BSD = self._embedded(x) if self.is_first else x
         if self.positions is not None:
             x_BSD = self.positions(x_BSD)
@@ -94,10 +104,9 @@ class Transformer(nn.Module):
         if self.norm is None or self.head is None:
             return x_BSD
         read = [self.norm(x_BSD)]
-        for number, module in enumerate(self.later.values()):
+        for module, tokens_BS in zip(self.later.values(), later_BS, strict=True):
             assert isinstance(module, LaterToken)
-            assert tokens_BS is not None
-            token_BSD = self._embedded(shifted(tokens_BS, number + 1, filler=0))
+            token_BSD = self._embedded(tokens_BS)
             x_BSD, normed_BSD = module(x_BSD, token_BSD, self._rotary_of(module.layer), documents_BS)
             read.append(normed_BSD)
         if loss is not None:

@@ -14,7 +14,6 @@ both (`Mesh.dp_cp`), and shard over both what they shard.
 from functools import partial
 
 from trainwright.spec.recipe import Recipe
-from trainwright.train.model.layers import Layer
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.exchanged import exchanged
 from trainwright.train.parallel.positions import Context, positions_of
@@ -28,11 +27,12 @@ def apply_context_parallel(piece: Transformer, context: Context, recipe: Recipe)
     for knows_positions in (piece.rotary, piece.local_rotary, piece.positions):
         if knows_positions is not None:
             knows_positions.held = held
-    for layer in piece.layers.values():
-        assert isinstance(layer, Layer)
+    is_recomputed = recipe.recompute == "selective" and "attention" in recipe.recompute_ops
+    for number, layer in piece.numbered_layers():
         attention = layer.attention
         if recipe.cp_method == "all_to_all":
             attention.core = partial(exchanged, context, attention.core)
         else:
-            again = recipe.recompute == "selective" and "attention" in recipe.recompute_ops
+            # Layers that predict later tokens are recomputed in no part (`model/later_tokens.py`).
+            again = is_recomputed and number < piece.spec.num_layers
             attention.core = partial(travelling, context, recipe.cp_method, again)

@@ -12,7 +12,7 @@ backward gathers it once more, once for all projections of the block (ibid., s4.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainwright.train.clock import Clock
 from trainwright.train.collectives import all_gather, reduce_scatter
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Crossing:
         function = _ScatterSum if self.sequence_parallel else _Sum
         return function.apply(summand_BSD, self)  # pyright: ignore[reportReturnType]
 
-    def around(self, block: Callable[..., torch.Tensor], part_BSD: torch.Tensor, *others: Any) -> torch.Tensor:
+    def around(self, block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any) -> Result:
         """`block` on the gathered input, of which autograd keeps no more than the part."""
         whole_BSD = self.enter(part_BSD)
         if not (self.sequence_parallel and self.gather_again and torch.is_grad_enabled()):

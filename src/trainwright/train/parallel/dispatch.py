@@ -8,11 +8,16 @@
 What backward sends are the mirror images again. Lengths travel first, as whole numbers; a rank that gets no row
 takes part all the same, with gradients of zero.
 
+With `overlap.ep` rows are on their way beside the shared experts: out beside the first half of these, back beside
+the second, and backward likewise (as Megatron-Core's moe_shared_expert_overlap). Without, they are waited for at
+once.
+
 Experts are DTensors over (ep, etp), so that sharding, clipping and checkpoints know what each rank has of the
 whole. The bias of a down projection is whole on each rank of etp.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from trainwright.spec.recipe import Recipe
 from trainwright.train.clock import Clock
 from trainwright.train.collectives import all_gather
 from trainwright.train.mesh import Mesh
@@ -30,7 +36,7 @@ CUTS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1, "down_bias"
 """The dim of a stacked parameter that etp cuts; ep cuts the first."""
 
 
-def apply_expert_parallel(piece: Transformer, mesh: Mesh, clock: Clock) -> None:
+def apply_expert_parallel(piece: Transformer, mesh: Mesh, recipe: Recipe, clock: Clock) -> None:
     """Spread a piece's experts over the ranks of its stage, in place. Parameters may be on the meta device."""
     layout = mesh.layout
     if layout.ep * layout.etp == 1:
@@ -45,18 +51,9 @@ def apply_expert_parallel(piece: Transformer, mesh: Mesh, clock: Clock) -> None:
                 placements = (Shard(0), Replicate() if cut is None else Shard(cut))
                 distributed = distribute_tensor(parameter, submesh, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(distributed))
-        experts.forward = _Spread(experts, dispatch)
-
-
-@dataclass(frozen=True)
-class _Spread:
-    """In the place of `Experts.forward`, with the same arguments: all experts, of which some are here."""
-
-    experts: Experts
-    dispatch: "Dispatch"
-
-    def __call__(self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
-        return self.dispatch.around(self.experts, row_RD, weight_R, count_X)
+        experts.forward = partial(dispatch.multiplied, experts)
+        mixture.send = partial(_Travel, dispatch)
+        mixture.hides_ways = recipe.overlap.ep
 
 
 @dataclass(frozen=True)
@@ -67,33 +64,13 @@ class Dispatch:
     etp: dist.ProcessGroup | None
     clock: Clock
 
-    def around(
+    def multiplied(
         self, experts: Experts, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor
     ) -> torch.Tensor:
-        """What `experts` of all ranks make of rows in the order of experts, `count_X` of each."""
-        out, count_WX = self._to_experts(count_X)
-        gather, count_WX = self._to_widths(count_WX)
-        row_RD, weight_R = self._sent(row_RD, out, gather), self._sent(weight_R, out, gather)
-        # Rows are in the order of the ranks that sent them; a matmul wants those of an expert together.
-        local_X = torch.arange(count_WX.shape[1], device=row_RD.device)
-        order_R = local_X.repeat(len(count_WX)).repeat_interleave(count_WX.flatten()).argsort(stable=True)
-        row_RD, weight_R = row_RD.index_select(0, order_R), weight_R.index_select(0, order_R)
-        row_RD = experts.multiplied(row_RD, weight_R, count_WX.sum(0), self._here(experts))
-        row_RD = torch.zeros_like(row_RD).index_copy(0, order_R, row_RD)
-        if gather is not None:
-            row_RD = _ScatterSum.apply(row_RD, gather, self)  # pyright: ignore[reportAssignmentType]
-        if out is not None:
-            row_RD = _Exchange.apply(row_RD, out.back(), self)  # pyright: ignore[reportAssignmentType]
-        return row_RD
+        """In the place of `Experts.forward`: rows of the experts that are here."""
+        return experts.multiplied(row_RD, weight_R, count_X, self._here(experts))
 
-    def _sent(self, rows: torch.Tensor, out: "_Lengths | None", gather: "_Lengths | None") -> torch.Tensor:
-        if out is not None:
-            rows = _Exchange.apply(rows, out, self)  # pyright: ignore[reportAssignmentType]
-        if gather is not None:
-            rows = _Gather.apply(rows, gather, self)  # pyright: ignore[reportAssignmentType]
-        return rows
-
-    def _to_experts(self, count_X: torch.Tensor) -> tuple["_Lengths | None", torch.Tensor]:
+    def to_experts(self, count_X: torch.Tensor) -> tuple["_Lengths | None", torch.Tensor]:
         """How many rows go where over ep, and how many of each expert here come from each rank, (W, X)."""
         if self.ep is None:
             return None, count_X.unsqueeze(0)
@@ -103,7 +80,7 @@ class Dispatch:
             dist.all_to_all_single(received_WX, sent_WX.contiguous(), group=self.ep)
         return _Lengths(tuple(sent_WX.sum(1).tolist()), tuple(received_WX.sum(1).tolist())), received_WX
 
-    def _to_widths(self, count_WX: torch.Tensor) -> tuple["_Lengths | None", torch.Tensor]:
+    def to_widths(self, count_WX: torch.Tensor) -> tuple["_Lengths | None", torch.Tensor]:
         """How many rows the ranks of etp have, and of each expert from each rank of all of them."""
         if self.etp is None:
             return None, count_WX
@@ -127,12 +104,7 @@ class Dispatch:
 
     def exchange(self, rows: torch.Tensor, lengths: "_Lengths", group: dist.ProcessGroup) -> torch.Tensor:
         """All-to-all of pieces of rows along dim 0."""
-        received = rows.new_empty((sum(lengths.received), *rows.shape[1:]))
-        with self.clock.of("ep"):
-            dist.all_to_all_single(
-                received, rows.contiguous(), list(lengths.received), list(lengths.sent), group=group
-            )
-        return received
+        return _Flight(self, rows, lengths, group).landed()
 
     def gather(self, rows: torch.Tensor, lengths: "_Lengths") -> torch.Tensor:
         """Rows of all ranks of etp: an all-to-all that sends all of them to each, as no all-gather takes pieces of
@@ -165,18 +137,129 @@ def _part(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter.to_local()
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all over ep."""
+class _Flight:
+    """An all-to-all of pieces of rows along dim 0, from its beginning until somebody waits for it."""
+
+    def __init__(
+        self, dispatch: Dispatch, rows: torch.Tensor, lengths: _Lengths, group: dist.ProcessGroup
+    ) -> None:
+        self._clock, self._leaving = dispatch.clock, rows.contiguous()
+        self.arriving = rows.new_empty((sum(lengths.received), *rows.shape[1:]))
+        with self._clock.of("ep"):
+            work = dist.all_to_all_single(
+                self.arriving,
+                self._leaving,
+                list(lengths.received),
+                list(lengths.sent),
+                group=group,
+                async_op=True,
+            )
+        assert work is not None
+        self._work = work
+
+    def landed(self) -> torch.Tensor:
+        with self._clock.of("ep"):
+            self._work.wait()
+        return self.arriving
+
+
+class _Trip:
+    """Rows that go over ep, and their gradients that come the other way. Both are begun by one node of the graph
+    and waited for by another: autograd runs the nodes made last first, so that what forward has put between the
+    two lies between them in backward too."""
+
+    def __init__(self, dispatch: Dispatch, rows: torch.Tensor, lengths: _Lengths) -> None:
+        self._dispatch, self._lengths = dispatch, lengths
+        self._flight: _Flight | None = None
+        self._rows: torch.Tensor | None = _Depart.apply(rows, self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def ended(self) -> torch.Tensor:
+        """The rows, waited for. The graph holds the trip, which must not hold the graph any longer."""
+        rows, self._rows = self._rows, None
+        return _Arrive.apply(rows, self)  # pyright: ignore[reportReturnType]
+
+    def begin(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        """What will hold what arrives."""
+        assert self._dispatch.ep is not None
+        lengths = self._lengths.back() if backward else self._lengths
+        self._flight = _Flight(self._dispatch, rows, lengths, self._dispatch.ep)
+        return self._flight.arriving
+
+    def end(self) -> torch.Tensor:
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        return flight.landed()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.begin(rows, backward=False)
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, lengths: _Lengths, dispatch: Dispatch) -> torch.Tensor:
-        ctx.lengths, ctx.dispatch = lengths, dispatch
-        assert dispatch.ep is not None
-        return dispatch.exchange(rows, lengths, dispatch.ep)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The gradient that comes along the graph says no more than that the other has left.
+        return ctx.trip.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        trip.end()
+        return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.dispatch.exchange(gradients[0], ctx.lengths.back(), ctx.dispatch.ep), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Of the shape that autograd wants here; of the other shape is what has left.
+        ctx.trip.begin(gradients[0], backward=True)
+        return gradients[0], None
+
+
+class _Travel:
+    """`experts.Way` over ep and etp. No rows are held longer than they are of use."""
+
+    def __init__(
+        self, dispatch: Dispatch, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor
+    ) -> None:
+        self._dispatch = dispatch
+        self._out, self._count_WX = dispatch.to_experts(count_X)
+        self._going: list[_Trip | torch.Tensor] = [self._sent(row_RD), self._sent(weight_R)]
+        self._gather: _Lengths | None = None
+        self._coming: _Trip | torch.Tensor | None = None
+
+    def there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dispatch = self._dispatch
+        self._gather, count_WX = dispatch.to_widths(self._count_WX)
+        row_RD, weight_R = (self._arrived(each) for each in self._going)
+        self._going.clear()
+        if self._gather is not None:
+            row_RD, weight_R = (_Gather.apply(each, self._gather, dispatch) for each in (row_RD, weight_R))
+        # Rows are in the order of the ranks that sent them; a matmul wants those of an expert together.
+        local_X = torch.arange(count_WX.shape[1], device=row_RD.device)
+        order_R = local_X.repeat(len(count_WX)).repeat_interleave(count_WX.flatten()).argsort(stable=True)
+        self._order_R = order_R
+        return row_RD.index_select(0, order_R), weight_R.index_select(0, order_R), count_WX.sum(0)
+
+    def back(self, out_RD: torch.Tensor) -> None:
+        out_RD = torch.zeros_like(out_RD).index_copy(0, self._order_R, out_RD)
+        if self._gather is not None:
+            out_RD = _ScatterSum.apply(out_RD, self._gather, self._dispatch)  # pyright: ignore[reportAssignmentType]
+        self._coming = self._sent(out_RD, back=True)
+
+    def home(self) -> torch.Tensor:
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        return self._arrived(coming)
+
+    def _sent(self, rows: torch.Tensor, *, back: bool = False) -> _Trip | torch.Tensor:
+        if self._out is None:
+            return rows
+        return _Trip(self._dispatch, rows, self._out.back() if back else self._out)
+
+    def _arrived(self, rows: _Trip | torch.Tensor) -> torch.Tensor:
+        return rows.ended() if isinstance(rows, _Trip) else rows
 
 
 class _Gather(torch.autograd.Function):

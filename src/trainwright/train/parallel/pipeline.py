@@ -119,7 +119,7 @@ class Pipeline:
         piece, place = self._pieces[act.chunk], (act.microbatch, act.chunk)
         self._tell(act, batch)
         if piece.is_first:
-            x = batch.inputs_BS[act.microbatch].to(self._mesh.device)
+            x = batch.inputs(act.microbatch).to(self._mesh.device)
         else:
             x = self._arrived("F", act, state).requires_grad_()
             state.inputs[place] = x
@@ -130,12 +130,13 @@ class Pipeline:
             state.weight_gradients[place] = WeightGradients()
         with self._clock.of("compute"), state.weight_gradients.get(place, nullcontext()):
             if piece.is_last:
-                targets_BS = batch.targets_BS[act.microbatch].to(self._mesh.device)
+                further = range(len(piece.later) + 1)
+                targets_BS = [batch.targets(act.microbatch, each).to(self._mesh.device) for each in further]
+                later_BS = [batch.inputs(act.microbatch, each).to(self._mesh.device) for each in further[1:]]
                 # Gradients of the mean over the whole step: the sum over dp needs no division.
                 scale = 1 / batch.global_tokens
                 loss = partial(self._loss, targets_BS=targets_BS, scale=scale)
-                tokens_BS = batch.inputs_BS[act.microbatch].to(self._mesh.device) if piece.later else None
-                output, entropy = piece(x, documents_BS, tokens_BS, loss)
+                output, entropy = piece(x, documents_BS, later_BS, loss)
                 state.loss_sum += entropy
             else:
                 output = piece(x, documents_BS)
@@ -189,7 +190,7 @@ class Pipeline:
             tensor = tensor.contiguous()
             work = dist.isend(tensor, peer, group, tag=transfer.tag)
         else:
-            size, seq_len = batch.inputs_BS[transfer.microbatch].shape
+            size, seq_len = batch.inputs(transfer.microbatch).shape
             shape = (size, seq_len // self._position_cut, self._pieces[0].spec.d_model)
             tensor = torch.empty(shape, dtype=self._activation_dtype, device=self._mesh.device)
             work = dist.irecv(tensor, peer, group, tag=transfer.tag)

@@ -127,29 +127,21 @@ def _cut_mlp(mlp: Mlp, mesh: DeviceMesh, crossing: Crossing, outside: Placement)
         _cut_columns(mlp.gate, mesh)
     _cut_columns(mlp.up, mesh)
     _cut_rows(mlp.down, mesh, crossing, outside)
-    _between(mlp, crossing)
+    # The way down reads nothing that has come in over the edge.
+    setattr(mlp, "expand", partial(crossing.around, mlp.expand))  # noqa: B010
 
 
 def _cut_around_experts(
     mixture: MixtureOfExperts, mesh: DeviceMesh, crossing: Crossing, outside: Placement
 ) -> None:
-    """Each rank routes its own positions; of a sequence it has a part, in the order of ranks. Shared experts are a
-    block; the routed ones are nobody's here (`parallel/dispatch.py`)."""
+    """Each rank routes its own positions (`parallel/choices.py`). Shared experts are a block; the routed ones are
+    nobody's here (`parallel/dispatch.py`)."""
     for linear in (mixture.router, mixture.shared_gate):
         if linear is not None:
             _keep_whole(linear, mesh, outside)
     if mixture.shared is not None:
         assert isinstance(mixture.shared, Mlp)
         _cut_mlp(mixture.shared, mesh, crossing, outside)
-    mixture.over_sequence = partial(_counts_of_others, crossing=crossing, place=mesh.get_local_rank())
-
-
-def _counts_of_others(
-    count_BX: torch.Tensor, *, crossing: Crossing, place: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of counts over this rank's positions: those at earlier positions, and those of the whole sequence."""
-    count_BRX = crossing.gathered(count_BX.unsqueeze(1))
-    return count_BRX[:, :place].sum(1), count_BRX.sum(1)
 
 
 def _between(block: nn.Module, crossing: Crossing) -> None:

@@ -83,7 +83,9 @@ class PlainProgram:
         for number, inputs_S, targets_S, documents_S in samples:
             self._dropping.samples_B = torch.tensor([number])
             documents_BS = None if documents_S is None else documents_S[None]
-            logits = self.model(inputs_S[None], documents_BS, inputs_S[None])
+            depth = self._run.model.mtp_depth
+            later_BS = [shifted(inputs_S[None], further, filler=0) for further in range(1, depth + 1)]
+            logits = self.model(inputs_S[None], documents_BS, later_BS)
             of_each = logits if isinstance(logits, tuple) else (logits,)
             for further, logits_BSV in enumerate(of_each):
                 targets_BS = shifted(targets_S[None], further, filler=IGNORED)
