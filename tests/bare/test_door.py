@@ -346,6 +346,15 @@ def test_what_experts_are_not_trained_with_beside_cp(path: str, value: object) -
         require_trainable(run.with_value(path, value))
 
 
+def test_up_projections_are_not_made_again_where_cp_exchanges_heads() -> None:
+    run = RUN.changed(model=moe_model()).with_values(
+        [("layout.cp", 2), ("recipe.recompute", "selective"), ("recipe.recompute_ops", ("latent_up",))]
+    )
+    require_trainable(run.check())
+    with pytest.raises(InvalidSpec, match=r"recipe\.cp_method='all_to_all': gives up nothing"):
+        require_trainable(run.with_value("recipe.cp_method", "all_to_all").check())
+
+
 def test_every_field_is_flipped() -> None:
     untouched = [path for path in fields() if not other_values(path) and path not in PARTS | set(SAYS_NOTHING)]
     assert not untouched, "no other value is known of these; give one in OTHERS"
