@@ -44,7 +44,7 @@ def train(
     """Train a run: one process per rank of its layout, started on this node, as planned."""
     from trainwright.cli import files, output
 
-    run = files.read_run(run_file, assignments)
+    run = _resolved(files.read_run(run_file, assignments))
     planned = steps_of(run, steps)
     if started_by_torchrun():
         _work(run, planned, out, stream)
@@ -76,6 +76,7 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     from trainwright.spec.record import StepRecord
     from trainwright.train.door import require_trainable
 
+    run = _resolved(run)
     require_trainable(run)
     require_machine(run)
     require_own_directory(run, out)
@@ -92,6 +93,15 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     arguments = ["train", str(out / "run.toml"), "--steps", str(steps), "--out", str(out)]
     run_workers(arguments, run.layout.world, on_message)
     return records
+
+
+def _resolved(run: "Run") -> "Run":
+    """The planner is asked only where recompute is left to it."""
+    if run.recipe.recompute != "budget":
+        return run
+    from trainwright.cli.planner import resolved
+
+    return resolved(run)
 
 
 def require_machine(run: "Run") -> None:

@@ -39,6 +39,9 @@ def require_trainable(run: Run) -> None:
         value = attrgetter(field)(recipe)
         if value != trained:
             reject(f"recipe.{field}", value, f"is planned but not trained yet; {_remedy(trained)}")
+    if recipe.recompute == "budget":
+        why = "is resolved by the planner first (plan.recompute_budget.resolved), as every command does"
+        reject("recipe.recompute", "budget", why)
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")

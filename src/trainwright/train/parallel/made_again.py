@@ -66,7 +66,7 @@ class MadeAgain:
     def __init__(self, make: Callable[[], Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
         self._make = make
         self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(tensors)}
-        self._offsets = [tensor.storage_offset() for tensor in tensors]
+        self._offsets = [int(tensor.storage_offset()) for tensor in tensors]
         self._saved = self._taken = 0
         self._made: Sequence[torch.Tensor] | None = None
 
@@ -76,7 +76,7 @@ class MadeAgain:
         if number is None:
             return tensor
         self._saved += 1
-        return View(number, tensor.shape, tensor.stride(), tensor.storage_offset() - self._offsets[number])
+        return View(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offsets[number])
 
     @torch.no_grad()
     def unpack(self, saved: torch.Tensor | View) -> torch.Tensor:
