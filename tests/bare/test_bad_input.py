@@ -202,6 +202,12 @@ def test_a_wrong_assignment(
             ["recipe.recompute=selective", 'recipe.recompute_ops=["latent_up"]'],
             "recipe.recompute_ops='latent_up': ",
         ),
+        (
+            ["recipe.recompute=selective", "recipe.recompute_ops=norm,activation"],
+            """recipe.recompute_ops='norm,activation': must be a list, such as ["norm", "activation"]""",
+        ),
+        (["layout.stage_layers=1,3"], "layout.stage_layers='1,3': must be a list, such as [1, 3]"),
+        (["layout.stage_layers=2"], "layout.stage_layers=2: must be a list, such as [2]"),
     ],
 )
 def test_what_would_change_nothing_is_refused(

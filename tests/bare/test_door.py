@@ -13,6 +13,7 @@ import pytest
 
 import trainwright.train.door
 from tests.bare.plans import cluster, dense_model, moe_model
+from trainwright.plan.recompute_budget import resolved
 from trainwright.spec.base import Noun
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.layout import Layout
@@ -80,6 +81,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "recipe.micro_batch": (2,),
     "recipe.recompute_ops": (("norm",), ("attention", "mlp"), ("norm", "activation")),
     "recipe.recompute_layers": (1,),
+    "recipe.recompute_budget_bytes": (10**9,),
     "recipe.dp_replicate": (2,),
     "recipe.dropout": (0.1,),
     "recipe.loss_chunks": (2,),
@@ -156,6 +158,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("recipe.dropout", 0.1): {"recipe.attention_kernel": "unfused"},
     ("recipe.gradient_format", "bf16"): {"recipe.precision": "bf16", "recipe.zero": 0},
     ("recipe.recompute_layers", 1): {"recipe.recompute": "full"},
+    ("recipe.recompute_budget_bytes", 10**9): {"recipe.recompute": "budget"},
     **{
         ("recipe.recompute_ops", operations): {"recipe.recompute": "selective"}
         for operations in (("norm",), ("attention", "mlp"), ("norm", "activation"))
@@ -193,7 +196,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.global_batch": None,
     "recipe.micro_batch": None,
     "recipe.precision": ("fp32", "bf16", "fp64"),
-    "recipe.recompute": None,
+    "recipe.recompute": ("none", "selective", "full"),
     "recipe.recompute_ops": None,
     "recipe.recompute_layers": None,
     "recipe.zero": None,
@@ -272,6 +275,9 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
 }
 """What the trainer does as it is told: any value, or these."""
 
+RESOLVED = (("recipe.recompute", "budget"), ("recipe.recompute_budget_bytes", 10**9))
+"""What the planner turns into other fields before a run is trained."""
+
 CHECKED_ALONE = {"model.max_positions"}
 """Obeyed by `Run.check`, which bounds other fields by it."""
 
@@ -347,13 +353,30 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
         require_trainable(alone.check())
 
 
+def test_up_projections_are_not_made_again_where_cp_exchanges_heads() -> None:
+    run = RUN.changed(model=moe_model()).with_values(
+        [("layout.cp", 2), ("recipe.recompute", "selective"), ("recipe.recompute_ops", ("latent_up",))]
+    )
+    require_trainable(run.check())
+    with pytest.raises(InvalidSpec, match=r"recipe\.cp_method='all_to_all': gives up nothing"):
+        require_trainable(run.with_value("recipe.cp_method", "all_to_all").check())
+
+
 def test_every_field_is_flipped() -> None:
     untouched = [path for path in fields() if not other_values(path) and path not in PARTS | set(SAYS_NOTHING)]
     assert not untouched, "no other value is known of these; give one in OTHERS"
     assert set(OBEYED) <= set(fields()), "fields that no longer exist"
 
 
-@pytest.mark.parametrize(("path", "value"), flips(), ids=str)
+@pytest.mark.parametrize(("path", "value"), RESOLVED)
+def test_what_the_planner_resolves_is_refused_until_it_has(path: str, value: object) -> None:
+    run = flipped(path, value).check()
+    with pytest.raises(InvalidSpec, match=r"recipe\.recompute='budget': is resolved by the planner first"):
+        require_trainable(run)
+    require_trainable(resolved(run).run)
+
+
+@pytest.mark.parametrize(("path", "value"), [each for each in flips() if each not in RESOLVED], ids=str)
 def test_a_flipped_field_is_obeyed_or_refused(path: str, value: object) -> None:
     run, obeyed = flipped(path, value), OBEYED.get(path, ())
     assert value_at(run, path) == value

@@ -73,6 +73,24 @@ def test_latent_up_projections_give_up_queries_keys_and_values() -> None:
     assert dropped == 256 * 4 * (24 + 24 + 16) * 2
 
 
+def test_queries_without_a_latent_are_not_given_up() -> None:
+    model = moe_model()
+    layer = model.layers[0]
+    plain = layer.changed(attention=layer.attention.changed(q_lora_rank=None))
+    piece = layer_piece(Table.of_run(run(model=model)), plain)
+    assert piece.saved_bytes[0] - piece.kept_bytes(marks("latent_up"))[0] == 256 * 4 * (24 + 16) * 2
+    again = [each.name for each in piece.operations if each.again & marks("latent_up")]
+    assert again == ["kv_up"]
+
+
+def test_heads_that_cp_exchanges_are_kept_whatever_is_made_again() -> None:
+    model = moe_model()
+    for cp, dropped in ((1, True), (2, False)):
+        exchanged = run(Layout(cp=cp), model=model, cp_method="all_to_all")
+        piece = layer_piece(Table.of_run(exchanged), model.layers[0])
+        assert (piece.kept_bytes(marks("latent_up"))[0] < piece.saved_bytes[0]) == dropped
+
+
 def test_recompute_of_some_layers_lies_between_none_and_all() -> None:
     peaks, steps = [], []
     for choices in ({}, {"recompute_layers": 1}, {"recompute_layers": 3}, {"recompute_layers": None}):

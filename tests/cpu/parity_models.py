@@ -70,6 +70,11 @@ SINKS_AND_CAP = {"attention": {"sinks": True, "logit_softcap": 0.2}}
 SINKS_AND_WINDOW = {"attention": {"sinks": True, "sliding_window": 5}}
 
 
+UP = {"recompute": "selective", "recompute_ops": ["latent_up"]}
+UP_AND_MORE = {"recompute": "selective", "recompute_ops": ["norm", "activation", "latent_up", "attention"]}
+DROPPING = {"dropout": 0.2, "attention_kernel": "unfused"}
+
+
 def on(case: dict[str, Any], **more: Any) -> dict[str, Any]:
     """`case` with a layout, and with the fields of its parts that `more` gives on top."""
     merged = dict(case)
@@ -86,6 +91,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "sinks and cap": SINKS_AND_CAP,
         "sinks and window, selective recompute": on(SINKS_AND_WINDOW, recipe={"recompute": "selective"}),
         "gemma 2, selective recompute": on(GEMMA_2, recipe={"recompute": "selective"}),
+        "mla, recompute of the way up": on(MLA, recipe=UP),
+        "mla without a latent of queries, recompute of the way up": on(MLA_V2_LITE, recipe=UP),
+        "mla, recompute of the way up and more": on(MLA, recipe=UP_AND_MORE),
+        "mla, recompute of the way up, unfused": on(MLA, recipe={**UP, **DROPPING}),
         "mtp, ignored targets": on(MTP_OF_THREE, ignored=True, recipe={"micro_batch": 2}),
         "mtp of no weight": on(MTP, recipe={"mtp_loss_weight": 0.0}),
     },
@@ -108,6 +117,16 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp mla, full recompute": on(MLA, tp=2, recipe={"recompute": "full"}),
         "tp mla, selective recompute": on(MLA, tp=2, recipe={"recompute": "selective"}),
         "tp mla, sliding window": on(MLA, tp=2, attention={"sliding_window": 5}),
+        "tp mla, recompute of the way up": on(MLA, tp=2, recipe=UP),
+        "tp mla without sequence parallelism, recompute of the way up": on(
+            MLA, tp=2, recipe={**UP_AND_MORE, **NO_SP}
+        ),
+        "tp mla without a latent of queries, recompute of the way up": on(MLA_V2_LITE, tp=2, recipe=UP_AND_MORE),
+        "dp zero 3 mla, recompute of the way up": on(MLA, dp=2, recipe={**UP, "zero": 3}),
+        **{
+            f"cp {method} mla, recompute of the way up": on(MLA, cp=2, recipe={**UP, "cp_method": method})
+            for method in ("all_gather", "ring")
+        },
         **{f"dp zero {zero} mtp": on(MTP_OF_THREE, dp=2, recipe={"zero": zero}) for zero in (1, 3)},
         "dp mtp, ignored targets": on(MTP_OF_THREE, dp=2, ignored=True),
         "tp mtp, ignored targets": on(MTP, tp=2, ignored=True),

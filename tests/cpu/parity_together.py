@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parity_models import FAMILIES, GEMMA_2, GPT_OSS, MLA
+from parity_models import FAMILIES, GEMMA_2, GPT_OSS, MLA, UP, UP_AND_MORE, on
 from parity_moe import BIASES, DEEPSEEK, LOSS, QWEN, case
 
 METHODS = ("all_gather", "ring", "all_to_all")
@@ -142,6 +142,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             for operation in ("norm", "activation", "mlp", "attention")
         },
         **{
+            f"{schedule}, mla, recompute of the way up": on({**MLA, **layout}, recipe={"schedule": schedule, **UP})
+            for schedule, layout in SPLIT.items()
+        },
+        **{
             f"cp {method}, recompute of operations": with_recipe({"cp": 2}, cp_method=method, **RECOMPUTED)
             for method in METHODS
         },
@@ -161,6 +165,18 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             )
             for schedule, layout in SPLIT.items()
         },
+        **{
+            f"deepseek-v3, ep, {schedule}, recompute of the way up": with_recipe(
+                {**DEEPSEEK_V3, **SPLIT[schedule], "dp": 2, "ep": 2}, schedule=schedule, zero=zero, **UP_AND_MORE
+            )
+            for schedule, zero in (("zb_v", 3), ("dualpipe", 1))
+        },
+        "tp x zb_v, mla, recompute of the way up": with_recipe(
+            {**MLA, **SPLIT["zb_v"], "tp": 2}, schedule="zb_v", **UP_AND_MORE
+        ),
+        "tp x dualpipe, mla, recompute of the way up": with_recipe(
+            {**MLA, **SPLIT["dualpipe"], "tp": 2}, schedule="dualpipe", **UP
+        ),
         "experts, tp x cp, ep 4": case(DEEPSEEK, {"cp_method": "ring", "zero": 1}, tp=2, cp=2, ep=4),
         "experts, dp x cp, ep 2, zero 3": case(DEEPSEEK, {"zero": 3}, dp=2, cp=2, ep=2),
         "experts, dp x cp, etp 2": case(QWEN, {"zero": 2}, dp=2, cp=2, etp=2),

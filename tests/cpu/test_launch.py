@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainwright.cli.files import read_run
 from trainwright.cli.main import run as run_program
 from trainwright.plan.predict import predict
+from trainwright.plan.recompute_budget import resolved
 from trainwright.spec import toml
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
@@ -86,6 +87,22 @@ def test_a_run_writes_what_was_seen(tmp_path: Path) -> None:
     board = EventAccumulator(str(out / "tensorboard"))
     board.Reload()
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([record.loss for record in records])
+
+
+def test_recompute_by_a_budget_is_carried_out_as_the_planner_chose(tmp_path: Path) -> None:
+    """The directory has the run that was trained, which says what is recomputed."""
+    run = run_on(tmp_path, recipe={"precision": "fp32", "recompute": "full"})
+    whole_bytes = predict(run.with_value("recipe.recompute", "none")).peak_bytes
+    budget_bytes = int(predict(run).peak_bytes + whole_bytes) // 2
+    choices = [("recipe.recompute", "budget"), ("recipe.recompute_budget_bytes", budget_bytes)]
+    asked = run.with_values(choices).check()
+    (tmp_path / "run.toml").write_text(toml.write(asked))
+    status, lines = train(tmp_path, 1, steps=1)
+    assert status == 0, lines
+    trained = read_run(tmp_path / "out" / "run.toml")
+    assert trained == resolved(asked).run
+    assert trained.recipe.recompute not in ("none", "budget")
+    assert predict(trained).peak_bytes <= budget_bytes < whole_bytes
 
 
 def test_layouts_train_alike(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from trainwright.train.parallel.recompute import apply_recompute
 SIZES: dict[str, Any] = {"seq_len": 64, "micro_batch": 2, "precision": "fp32"}
 
 
-def kept_and_planned(*operations: str, gated: bool = True, **recipe: Any) -> tuple[int, float]:
+def kept_and_planned(
+    *operations: str, gated: bool = True, attention: dict[str, Any] | None = None, **recipe: Any
+) -> tuple[int, float]:
     """Bytes that come to live in a layer's forward, its output included and its input not; and the planner's."""
     policy: dict[str, Any] = {"recompute": "selective", "recompute_ops": operations} if operations else {}
     # The CPU's attention repeats grouped keys and values, so each head has its own.
-    heads, mlp = {"num_kv_heads": 4}, {"gated": gated, "activation": "silu"}
+    heads, mlp = attention or {"num_kv_heads": 4}, {"gated": gated, "activation": "silu"}
     run = example_run(attention=heads, mlp=mlp, recipe={**SIZES, **policy, **recipe}).check()
     model = plain_model(run, torch.float32)
     dropping = Dropping(run.recipe.dropout, 0, torch.arange(SIZES["micro_batch"])) if run.recipe.dropout else None
@@ -75,3 +77,26 @@ def test_scores_in_memory_and_masks_are_kept_as_the_planner_counts(
     statistics = 2 * 4 * SIZES["micro_batch"] * SIZES["seq_len"] * ("norm" in operations)
     causal_mask = SIZES["seq_len"] ** 2 * ("attention" not in operations)  # one for all heads and sequences
     assert kept == planned + statistics + causal_mask
+
+
+LATENT = {"kind": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "d_nope": 8, "d_rope": 4, "d_value": 12}
+"""Values are as wide as keys, so that the CPU's kernel needs no wider copy of them."""
+
+
+@pytest.mark.parametrize("queries_from_a_latent", [True, False])
+@pytest.mark.parametrize(
+    "operations", [("latent_up",), ("latent_up", "attention"), ("latent_up", "norm")], ids="+".join
+)
+def test_the_way_up_from_latents_gives_up_what_the_planner_counts(
+    operations: tuple[str, ...], queries_from_a_latent: bool
+) -> None:
+    attention = {**LATENT, "q_lora_rank": 12 if queries_from_a_latent else None}
+    others = tuple(operation for operation in operations if operation != "latent_up")
+    with_it, planned_with_it = kept_and_planned(*operations, attention=attention)
+    without, planned_without = kept_and_planned(*others, attention=attention)
+    tokens, heads, size = SIZES["micro_batch"] * SIZES["seq_len"], 4, 4
+    # Values are a view of what kv_up gives, whose other part, which keys have copied, lives as long as they do.
+    beside_values = tokens * heads * LATENT["d_nope"] * size
+    assert without - with_it == planned_without - planned_with_it + beside_values
+    width = (8 + 4) * (1 + queries_from_a_latent) + 12
+    assert planned_without - planned_with_it == tokens * heads * width * size

@@ -13,6 +13,7 @@ from trainwright.cli.bands import with_band
 from trainwright.cli.output import console
 from trainwright.cli.progress import Progress
 from trainwright.plan import predict as planner
+from trainwright.plan import recompute_budget
 from trainwright.plan.answer import answer
 from trainwright.plan.remedies import diagnosed
 from trainwright.plan.sizing import counts_between, counts_to_try, tried
@@ -38,6 +39,12 @@ def predicted(run: Run) -> Prediction:
         prediction = planner.predict(run)
     _require_finite(prediction)
     return with_band(prediction, run.model, run.cluster)
+
+
+def resolved(run: Run) -> Run:
+    """The run with its recompute said, where that is left to a budget."""
+    with np.errstate(all="ignore"):
+        return recompute_budget.resolved(run).run
 
 
 def searched(question: Question) -> Searched:

@@ -34,6 +34,7 @@ def trace(
     """Run one step at small width, scaled as `verify` does it, and show each collective: where, on which axis and
     ranks, how many bytes, and what it overlaps with."""
     from trainwright.cli import files, output
+    from trainwright.cli.planner import resolved
     from trainwright.cli.progress import Progress
     from trainwright.spec.errors import reject
     from trainwright.spec.miniature import miniature
@@ -45,7 +46,7 @@ def trace(
     refuse_torchrun("trace")
     if out is not None:
         files.require_place(out)
-    run = files.read_run(run_file, assignments)
+    run = resolved(files.read_run(run_file, assignments))
     small = miniature(run, processes)
     require_trainable(small.run)
     if rank >= small.run.layout.world:

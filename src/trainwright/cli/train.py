@@ -46,7 +46,7 @@ def train(
     """Train a run: one process per rank of its layout, started on this node, as planned."""
     from trainwright.cli import files, output
 
-    run = files.read_run(run_file, assignments)
+    run = _resolved(files.read_run(run_file, assignments))
     planned = steps_of(run, steps)
     if started_by_torchrun():
         _work(run, planned, out, stream)
@@ -78,10 +78,10 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     from trainwright.spec.record import StepRecord
     from trainwright.train.door import require_trainable
 
+    run = _resolved(run)
     require_trainable(run)
     require_machine(run)
     require_own_directory(run, out)
-    shards_of(run, on_progress)
     records: list[StepRecord] = []
 
     def on_message(message: dict[str, Any]) -> None:
@@ -89,10 +89,11 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
         records.append(record)
         on_progress(f"step {record.step} of {steps}, loss {record.loss:.3f}", record.step / steps)
 
-    on_progress("starting processes", 0.0)
     arguments = ["train", str(out / "run.toml"), "--steps", str(steps), "--out", str(out)]
     with _nothing_left_if_refused(out, records):
         keep_run(run, out)
+        shards_of(run, on_progress)
+        on_progress("starting processes", 0.0)
         run_workers(arguments, run.layout.world, on_message)
     return records
 
@@ -110,6 +111,15 @@ def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator
             if not was_there and out.is_dir():
                 out.rmdir()
         raise
+
+
+def _resolved(run: "Run") -> "Run":
+    """The planner is asked only where recompute is left to it."""
+    if run.recipe.recompute != "budget":
+        return run
+    from trainwright.cli.planner import resolved
+
+    return resolved(run)
 
 
 def require_machine(run: "Run") -> None:

@@ -47,6 +47,7 @@ def verify(
     repeated with each axis at degree 1, to tell which of them the difference hangs on.
     """
     from trainwright.cli import files, output
+    from trainwright.cli.planner import resolved
     from trainwright.cli.progress import Progress
     from trainwright.spec.errors import reject
     from trainwright.spec.miniature import miniature
@@ -59,7 +60,7 @@ def verify(
     if stream and started_by_torchrun():
         _work(files.read_run(run_file), steps, inject or "")
     refuse_torchrun("verify")
-    run = files.read_run(run_file, assignments)
+    run = resolved(files.read_run(run_file, assignments))
     small = miniature(run, processes)
     require_verifiable(small.run, inject or "")
     with Progress(output.console(errors=True)) as progress:

@@ -29,15 +29,18 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
             *projection(table, "key", table.model.d_model, widths.key, again=FULL, save_input=False),
             *projection(table, "value", table.model.d_model, widths.value, again=FULL, save_input=False),
         )
-        rotated, made_again, head_width = widths.query + widths.key, FULL, float(attention.d_head)
+        rotated, queries_again, keys_again = widths.query + widths.key, FULL, FULL
+        head_width = float(attention.d_head)
     else:
         projections, widths = _latent_projections(table, attention)
-        rotated, made_again = heads * attention.d_rope, UP
+        # Queries without a latent come from the residual stream, by a projection that isn't done again.
+        rotated, queries_again, keys_again = heads * attention.d_rope, UP if attention.q_lora_rank else FULL, UP
         head_width = (attention.d_nope + attention.d_rope + attention.d_value) / 2
     rotary_bytes = table.tokens * rotated * size
-    rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=made_again, kernels=4)
+    rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=queries_again, kernels=4)
     dealt = _dealt(table, attention, widths)
-    kept = Saved(table.tokens * (widths.query + dealt.key + dealt.value) * size, made_again)
+    kept = _kept(table, table.tokens * widths.query * size, queries_again)
+    kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
     core = _core(table, layer, heads, head_width, kept, table.tokens * widths.out * size)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
@@ -46,6 +49,15 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
     turned = (rotary,) if table.model.rope is not None else ()
     return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
+
+
+def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]:
+    """What the core reads. Of heads that cp has exchanged it keeps what came, which nothing but the whole layer
+    makes again."""
+    if table.recipe.cp_method != "all_to_all" or made_again == FULL:
+        return (Saved(num_bytes, made_again),)
+    cut = table.columns.cp > 1
+    return (Saved(num_bytes * cut, FULL), Saved(num_bytes * ~cut, made_again))
 
 
 class _Widths:
@@ -93,7 +105,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
 
 
 def _core(
-    table: Table, layer: LayerSpec, heads: Floats, head_width: float, kept: Saved, out_bytes: Floats
+    table: Table, layer: LayerSpec, heads: Floats, head_width: float, kept: tuple[Saved, ...], out_bytes: Floats
 ) -> tuple[Operation, ...]:
     attention, recipe = layer.attention, table.recipe
     fused = recipe.attention_kernel != "unfused"
@@ -102,7 +114,7 @@ def _core(
     out = Saved(out_bytes, FULL)
     if fused:
         statistics = Saved(4 * table.tokens * heads, CORE, is_statistic=True)
-        return (AttentionCore("attention", flops, head_width, (kept, out, statistics), CORE),)
+        return (AttentionCore("attention", flops, head_width, (*kept, out, statistics), CORE),)
     scores = table.tokens * recipe.seq_len * heads
     size = recipe.compute_bytes
     # Scale, mask and softmax in one kernel each way (Megatron-LM's fused softmax); dropout by itself.
@@ -114,7 +126,7 @@ def _core(
         (Saved((size + (size + 1) * dropped) * scores, CORE),),
         CORE,
     )
-    return (AttentionCore("attention", flops, head_width, (kept, out), CORE, is_fused=False), softmax)
+    return (AttentionCore("attention", flops, head_width, (*kept, out), CORE, is_fused=False), softmax)
 
 
 def _dealt(table: Table, attention: Attention, widths: _Widths) -> _Widths:

@@ -70,7 +70,12 @@ def policies(question: Question) -> tuple[Policy, ...]:
     """What is searched of recompute: nothing, some operations, everything, everything of some layers."""
     recipe, fixed = question.recipe, question.fixed.get("recompute")
     if fixed not in (None, "none", "selective", "full"):
-        reject("recipe.recompute", fixed, "may be none, selective, full")
+        why = (
+            "is what a search does by itself, within the device's memory; leave it out"
+            if fixed == "budget"
+            else ""
+        )
+        reject("recipe.recompute", fixed, why or "may be none, selective, full")
     chosen = [Policy()]
     default = type(recipe).model_fields["recompute_ops"].default
     own = [recipe.recompute_ops] if fixed == "selective" or recipe.recompute_ops != default else []

@@ -16,6 +16,7 @@ from trainwright.plan.assembly import Moments, assembly
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.memory import Held, moment_bytes
 from trainwright.plan.pipeline import Played
+from trainwright.plan.recompute_budget import resolved
 from trainwright.plan.shortening import acts_each, most_microbatches, num_microbatches, with_microbatches
 from trainwright.plan.table import Floats, Table
 from trainwright.plan.timeline import by_rank
@@ -51,7 +52,7 @@ class _Stretch:
 
 def memory_over_time(run: Run) -> StepMemory:
     """All ranks' bytes over the run's step, or where it has very many acts over a shorter one."""
-    run.check()
+    run = resolved(run.check()).run
     shown = with_microbatches(run, most_microbatches(run, MOST_ACTS, acts_each(run)))
     evaluation = Evaluation(Table.of_run(shown))
     pipe = evaluation.pipe(0)

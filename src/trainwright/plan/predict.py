@@ -4,6 +4,7 @@ from trainwright.plan.assembly import assembly
 from trainwright.plan.causes import flops_recomputed, step_seconds
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.flops import computed_flops
+from trainwright.plan.recompute_budget import resolved
 from trainwright.plan.table import Table
 from trainwright.spec.answers import Prediction, StageMemory
 from trainwright.spec.cluster import Format
@@ -19,9 +20,9 @@ CONVENTION: FlopConvention = "full"
 
 def predict(run: Run) -> Prediction:
     """Memory, time and their causes for a run. Raises `InvalidSpec` where the run contradicts itself."""
-    run.check()
+    said, choice = resolved(run.check())
     tokens = None if run.budget is None else run.budget.tokens
-    return prediction(Evaluation(Table.of_run(run)), 0, tokens)
+    return prediction(Evaluation(Table.of_run(said)), 0, tokens).changed(recompute_choice=choice)
 
 
 def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Prediction:

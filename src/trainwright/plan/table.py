@@ -66,6 +66,7 @@ class Policy(NamedTuple):
     @property
     def marks(self) -> int:
         """The operations of a recomputed layer that run again, as bits."""
+        assert self.recompute != "budget", "`recompute_budget.resolved` says what that is"
         return {"none": 0, "selective": marks(*self.ops), "full": FULL}[self.recompute]
 
 

@@ -17,6 +17,7 @@ from trainwright.plan.acts import Acts, Seconds
 from trainwright.plan.assembly import assembly
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.pipeline import Pipe, Played
+from trainwright.plan.recompute_budget import resolved
 from trainwright.plan.shortening import acts_each, most_microbatches, num_microbatches, with_microbatches
 from trainwright.plan.table import Table
 from trainwright.spec.errors import reject
@@ -57,7 +58,7 @@ def timeline(run: Run, microbatches: int | None = None) -> Timeline:
 
     Raises `InvalidSpec` where the run, or a step of so many microbatches, can't be.
     """
-    run.check()
+    run = resolved(run.check()).run
     shown = with_microbatches(run, _shown(run, microbatches))
     evaluation = Evaluation(Table.of_run(shown))
     pipe = evaluation.pipe(0)

@@ -7,7 +7,7 @@ from trainwright.present.diagnosis import diagnosis_view
 from trainwright.present.fronts import pareto_section, sizing_view
 from trainwright.present.parts import bars, bullets, facts, headline, section, table
 from trainwright.present.waterfall import waterfall_section
-from trainwright.spec.answers import Answer, Prediction
+from trainwright.spec.answers import Answer, Prediction, RecomputeChoice
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.layout import Layout
@@ -121,6 +121,7 @@ def _plan_facts(plan: Prediction, tokens: int | None, is_moe: bool) -> list[tupl
         ("layout", layout_text(layout, is_moe)),
         *([("stages", f"{sizes_text(layout.stage_layers)} layers")] if layout.stage_layers else []),
         ("recipe", recipe_text(recipe, layout)),
+        *_recompute_facts(plan.recompute_choice),
         ("step", seconds_text(plan.step_s)),
         *_band_facts(plan),
         ("speed", f"{count_text(per_device * layout.world)} tokens/s, {per_device:,.1f} per device"),
@@ -131,6 +132,15 @@ def _plan_facts(plan: Prediction, tokens: int | None, is_moe: bool) -> list[tupl
     if tokens is not None:
         rows.append(("budget", budget_text(plan, tokens)))
     return rows
+
+
+def _recompute_facts(choice: RecomputeChoice | None) -> list[tuple[str, str]]:
+    """How the recompute was chosen, where it was left to a budget."""
+    if choice is None:
+        return []
+    ways = f"{choice.considered:,} ways to recompute, of which {choice.within:,} stay"
+    told = "the fastest" if choice.within else "the smallest"
+    return [("", f"recompute is {told} of {ways} within {bytes_text(choice.budget_bytes)}")]
 
 
 def _band_facts(plan: Prediction) -> list[tuple[str, str]]:
@@ -178,6 +188,8 @@ def recompute_text(recipe: Recipe) -> str:
     """What is computed again in backward, in words."""
     if recipe.recompute == "none":
         return "nothing recomputed"
+    if recipe.recompute == "budget":
+        return "recomputed as a budget of bytes asks"
     if recipe.recompute == "selective":
         return f"{', '.join(RECOMPUTED_TEXT[op] for op in recipe.recompute_ops)} recomputed in backward"
     if recipe.recompute_layers is None:

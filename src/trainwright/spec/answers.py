@@ -48,6 +48,17 @@ class StepBand(Noun):
     """What makes it wider, or is beyond what was measured."""
 
 
+class RecomputeChoice(Noun):
+    """How the recipe's recompute was chosen, where it was left to a budget."""
+
+    budget_bytes: float
+    """What the fullest rank may hold."""
+    considered: Natural
+    """Ways to recompute."""
+    within: Natural
+    """Those of them that stay within the budget."""
+
+
 class Prediction(Noun):
     """One run as the planner sees it."""
 
@@ -67,6 +78,8 @@ class Prediction(Noun):
     """Of a step, under the convention."""
     band: StepBand | None = None
     """None where no published run is of its kind: on CPUs."""
+    recompute_choice: RecomputeChoice | None = None
+    """None where the run said itself what is recomputed."""
     computed: dict[WorkKind, ComputedFlops] = {}  # noqa: RUF012  (pydantic copies defaults)
     """What is really computed, for the waterfall from peak to MFU (`spec/waterfall.py`)."""
     capacity_bytes: float
@@ -131,6 +144,8 @@ class Prediction(Noun):
                 "step_s_p90": self.band.high_s,
                 "band_notes": list(self.band.notes),
             }
+        if self.recompute_choice is not None:
+            values["recompute_choice"] = self.recompute_choice.plain()
         totals = {"gpu_hours": self.gpu_hours, "days": self.days, "cost_usd": self.cost_usd}
         return values | {key: value for key, value in totals.items() if value is not None}
 

@@ -6,6 +6,7 @@ key is unknown.
 """
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -59,8 +60,17 @@ def from_validation(error: ValidationError, noun: type[BaseModel], prefix: str =
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return InvalidSpec(f"{field}={shown(value)}: must be a table of fields")
     if kind == "tuple_type":
-        return InvalidSpec(f"{field}={shown(value)}: must be a list")
+        return InvalidSpec(f"{field}={shown(value)}: must be a list{_as_a_list(value)}")
     return InvalidSpec(f"{field}={shown(value)}: {first['msg'][0].lower()}{first['msg'][1:]}")
+
+
+def _as_a_list(value: object) -> str:
+    """How what was given may have been meant: `norm,activation` as `["norm", "activation"]`."""
+    items: list[object] = [value] if isinstance(value, (bool, int, float)) else []
+    if isinstance(value, str):
+        texts = [part.strip(" \"'[]()") for part in value.split(",")]
+        items = [int(text) if text.isdecimal() else text for text in texts if text]
+    return f", such as {shown(json.dumps(items, ensure_ascii=False))[1:-1]}" if items else ""
 
 
 def _is_union_tag(part: int | str) -> bool:

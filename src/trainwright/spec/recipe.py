@@ -18,7 +18,7 @@ Precision = Literal[
 (DeepSeek-V3, arXiv:2412.19437 s3.3), mxfp8 one per 32 values (OCP MX 1.0), nvfp4 one per 16."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "budget"]
 RecomputeOp = Literal["attention", "norm", "activation", "latent_up", "mlp", "moe"]
 """What selective recompute can do again: the attention core; norms; the activation between an MLP's matmuls; the
 up-projections of latent attention; a whole dense MLP; a whole MoE MLP, its dispatch included."""
@@ -86,11 +86,14 @@ class Recipe(Noun):
     """Weight gradients are added to those of the step inside the matmuls that make them, and not by a pass of its
     own (Megatron-Core's gradient accumulation fusion)."""
     recompute: Recompute = "none"
-    """none; selective: recompute_ops are computed again in backward; full: every layer is."""
+    """none; selective: recompute_ops are computed again in backward; full: every layer is; budget: the planner
+    chooses one of these, the fastest whose peak stays within recompute_budget_bytes."""
     recompute_ops: Annotated[Sequence[RecomputeOp], Field(min_length=1)] = ("attention",)
     """What selective recompute does again."""
     recompute_layers: Natural | None = None
     """Full recompute of this many layers of each stage only; None: of all."""
+    recompute_budget_bytes: Count | None = None
+    """What the fullest rank may hold at its peak, all causes together; None: the device's memory."""
     zero: Literal[0, 1, 2, 3] = 1
     """Sharded over dp*cp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard_after_forward: bool = True
@@ -165,6 +168,9 @@ class Recipe(Noun):
             reject("recompute_ops", list(self.recompute_ops), "names an operation twice")
         if self.recompute_layers is not None and self.recompute != "full":
             reject("recompute_layers", self.recompute_layers, f"needs recompute=full, not {self.recompute}")
+        if self.recompute_budget_bytes is not None and self.recompute != "budget":
+            why = f"needs recompute=budget, not {self.recompute}"
+            reject("recompute_budget_bytes", self.recompute_budget_bytes, why)
         if self.capacity_factor is not None and self.expert_imbalance > 1:
             reject(
                 "expert_imbalance",

@@ -15,7 +15,7 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import reject
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import GroupedQueryAttention, LatentAttention, ModelSpec, MoeMlp
-from trainwright.spec.recipe import PRECISIONS, Recipe, format_of
+from trainwright.spec.recipe import PRECISIONS, RECOMPUTE_OPS, Recipe, RecomputeOp, format_of
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
 
@@ -212,15 +212,21 @@ def require_meaning(recipe: Recipe, model: ModelSpec) -> None:
     if recipe.recompute_layers is not None and recipe.recompute_layers > model.num_layers:
         reject("recipe.recompute_layers", recipe.recompute_layers, f"{model.name} has {model.num_layers} layers")
     if recipe.recompute == "selective":
-        layers = model.layer_counts()
-        missing = {
-            "moe": not model.is_moe,
-            "mlp": all(isinstance(layer.mlp, MoeMlp) for layer in layers),
-            "latent_up": not any(isinstance(layer.attention, LatentAttention) for layer in layers),
-        }
+        there = recomputable(model)
         for operation in recipe.recompute_ops:
-            if missing.get(operation):
+            if not there[operation]:
                 reject("recipe.recompute_ops", operation, f"{model.name} has no such part; leave it out")
+
+
+def recomputable(model: ModelSpec) -> dict[RecomputeOp, bool]:
+    """Whether the model has what each operation of `Recipe.recompute_ops` does again."""
+    layers = model.layer_counts()
+    parts: dict[RecomputeOp, bool] = {
+        "moe": model.is_moe,
+        "mlp": not all(isinstance(layer.mlp, MoeMlp) for layer in layers),
+        "latent_up": any(isinstance(layer.attention, LatentAttention) for layer in layers),
+    }
+    return {op: parts.get(op, True) for op in RECOMPUTE_OPS}
 
 
 def require_length(recipe: Recipe, model: ModelSpec) -> None:

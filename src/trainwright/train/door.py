@@ -16,7 +16,6 @@ TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 MOST_BETA2_OF_BF16 = 1 - 2**-8
 """A second moment falls by 1 - beta2 at the most; bf16's spacing is up to 2^-7 of a value, of which half is
 rounded away."""
-TRAINED_RECOMPUTE_OPS = ("attention", "norm", "activation", "mlp", "moe")
 TRAINED_CHOICES = {
     "fused_accumulation": False,
     "cuda_graphs": "none",
@@ -38,6 +37,9 @@ def require_trainable(run: Run) -> None:
         value = attrgetter(field)(recipe)
         if value != trained:
             reject(f"recipe.{field}", value, f"is planned but not trained yet; {_remedy(trained)}")
+    if recipe.recompute == "budget":
+        why = "is resolved by the planner first (plan.recompute_budget.resolved), as every command does"
+        reject("recipe.recompute", "budget", why)
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
@@ -63,11 +65,10 @@ def require_trainable(run: Run) -> None:
             why = f"is not trained yet with zero={recipe.zero}, which sums shards in fp32; use fp32 or zero=0"
             reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
-    if recipe.recompute == "selective":
-        for operation in recipe.recompute_ops:
-            if operation not in TRAINED_RECOMPUTE_OPS:
-                why = f"is planned but not trained yet; use {', '.join(TRAINED_RECOMPUTE_OPS)}"
-                reject("recipe.recompute_ops", operation, why)
+    makes_up = recipe.recompute == "selective" and "latent_up" in recipe.recompute_ops
+    if makes_up and layout.cp > 1 and recipe.cp_method == "all_to_all":
+        why = "gives up nothing with latent_up, as attention keeps the heads that came; use all_gather or ring"
+        reject("recipe.cp_method", recipe.cp_method, why)
     if layout.cp > 1 and recipe.cp_method != "all_to_all":
         for layer in run.model.layer_counts():
             for field in ("sinks", "logit_softcap"):

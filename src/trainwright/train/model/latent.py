@@ -49,33 +49,56 @@ class Latent(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rotary: Rotary | None, documents_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        query_BNSH, turning_BNSH = self._query(x_BSD).split((self.d_nope, self.d_rope), dim=-1)
+        read_BSR = x_BSD
+        if self.query_down is not None and self.query_norm is not None:
+            read_BSR = self.query_norm(self.query_down(x_BSD))
         latent_BSR, turning_BSH = self.latent(x_BSD).split((self.d_latent, self.d_rope), dim=-1)
-        turning_B1SH = turning_BSH.unsqueeze(1)
-        if rotary is not None:
-            turning_BNSH, turning_B1SH = rotary(turning_BNSH), rotary(turning_B1SH)
-        both = self.key_value(self.latent_norm(latent_BSR)).unflatten(-1, (-1, self.d_nope + self.d_value))
-        key_BNSH, value_BNSH = both.transpose(1, 2).split((self.d_nope, self.d_value), dim=-1)
-        query_BNSH = torch.cat((query_BNSH, turning_BNSH), dim=-1)
-        key_BNSH = torch.cat((key_BNSH, turning_B1SH.expand(-1, key_BNSH.shape[1], -1, -1)), dim=-1)
-        mixed_BNSH = self._mixed(query_BNSH, key_BNSH, value_BNSH, documents_BS)
+        mixed_BNSH = self.attended(read_BSR, self.latent_norm(latent_BSR), turning_BSH, rotary, documents_BS)
         return self.out(mixed_BNSH.transpose(1, 2).flatten(2))
 
-    def _query(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        if self.query_down is not None and self.query_norm is not None:
-            x_BSD = self.query_norm(self.query_down(x_BSD))
-        return self.query(x_BSD).unflatten(-1, (-1, self.d_nope + self.d_rope)).transpose(1, 2)
+    def attended(
+        self,
+        read_BSR: torch.Tensor,
+        latent_BSR: torch.Tensor,
+        turning_BSH: torch.Tensor,
+        rotary: Rotary | None,
+        documents_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """From what queries are made of, the normed latent and the key's rotary part to what the output projection
+        reads; recomputation can take it apart."""
+        query_BNSH = self.queries(read_BSR, rotary)
+        return self.mixed(query_BNSH, *self.keys_and_values(latent_BSR, turning_BSH, rotary), documents_BS)
 
-    def _mixed(
+    def queries(self, read_BSR: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """(B, N, S, H) of all heads, each with its turned part at the end."""
+        both_BNSH = self.query(read_BSR).unflatten(-1, (-1, self.d_nope + self.d_rope)).transpose(1, 2)
+        query_BNSH, turning_BNSH = both_BNSH.split((self.d_nope, self.d_rope), dim=-1)
+        if rotary is not None:
+            turning_BNSH = rotary(turning_BNSH)
+        return torch.cat((query_BNSH, turning_BNSH), dim=-1)
+
+    def keys_and_values(
+        self, latent_BSR: torch.Tensor, turning_BSH: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all heads, (B, N, S, H); values as wide as the core wants them."""
+        turning_B1SH = turning_BSH.unsqueeze(1)
+        if rotary is not None:
+            turning_B1SH = rotary(turning_B1SH)
+        both = self.key_value(latent_BSR).unflatten(-1, (-1, self.d_nope + self.d_value))
+        key_BNSH, value_BNSH = both.transpose(1, 2).split((self.d_nope, self.d_value), dim=-1)
+        key_BNSH = torch.cat((key_BNSH, turning_B1SH.expand(-1, key_BNSH.shape[1], -1, -1)), dim=-1)
+        # On a CPU the fused kernel wants values as wide as keys; without it all scores would be kept.
+        more = 0 if key_BNSH.is_cuda else max(key_BNSH.shape[-1] - self.d_value, 0)
+        return key_BNSH, F.pad(value_BNSH, (0, more)) if more else value_BNSH
+
+    def mixed(
         self,
         query_BNSH: torch.Tensor,
         key_BNSH: torch.Tensor,
-        value_BNSH: torch.Tensor,
+        wide_BNSH: torch.Tensor,
         documents_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        # On a CPU the fused kernel wants values as wide as keys; without it all scores would be kept.
-        more = 0 if query_BNSH.is_cuda else max(key_BNSH.shape[-1] - self.d_value, 0)
-        wide_BNSH = F.pad(value_BNSH, (0, more)) if more else value_BNSH
+        """The core's output, of the values' own width."""
         mixed_BNSH = self.core(query_BNSH, key_BNSH, wide_BNSH, self.sliding_window, self.scale, documents_BS)
         return mixed_BNSH[..., : self.d_value]
 

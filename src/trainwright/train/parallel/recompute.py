@@ -8,7 +8,8 @@ PyTorch's checkpoint runs a function again in backward up to the last tensor tha
 can stand around an operation together with the matmul that reads its result, which isn't run again: the matmul's
 input is what is wanted. A norm is read by several matmuls, and where sequences are cut by their gather too; its
 result is emptied where the layer ends, and filled again when the gradient of the layer's output is there
-(Megatron-Core's CheckpointWithoutOutput). The norm's statistic, a number per token, is kept.
+(Megatron-Core's CheckpointWithoutOutput). The norm's statistic, a number per token, is kept. Queries, keys and
+values of latent attention are read by the core alone, which isn't run again: `parallel/made_again.py`.
 
 Where a schedule puts weight gradients off, what is computed again for the input gradients stays until the weight
 gradients, which read it, are done. PyTorch's non-reentrant form would compute it again for each of the two; its
@@ -24,9 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from trainwright.spec.recipe import Recipe, RecomputeOp
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.train.model.experts import Experts, MixtureOfExperts
+from trainwright.train.model.latent import Latent
 from trainwright.train.model.layers import Layer, Mlp
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.made_again import attended_again
 
 # What is random in a layer is a function of its place in the run, so no generator's state is kept and set back.
 _recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -66,6 +69,12 @@ Recomputed = Callable[..., torch.Tensor]
 
 def _attention(layer: Layer, recomputed: Recomputed) -> None:
     layer.attention.core = partial(recomputed, layer.attention.core)
+
+
+def _latent_up(layer: Layer, _: Recomputed) -> None:
+    """Queries, keys and values of all heads, from the latents."""
+    if isinstance(layer.attention, Latent):
+        setattr(layer.attention, "attended", partial(attended_again, layer.attention))  # noqa: B010
 
 
 def _activation(layer: Layer, recomputed: Recomputed) -> None:
@@ -148,6 +157,7 @@ class _Remade:
 # In the order in which they wrap: norms last, around the whole layer.
 OPERATIONS: dict[RecomputeOp, Callable[[Layer, Recomputed], None]] = {
     "attention": _attention,
+    "latent_up": _latent_up,
     "activation": _activation,
     "mlp": _mlp,
     "moe": _moe,
