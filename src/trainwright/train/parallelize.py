@@ -172,6 +172,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
             piece.tie()
 
     # Experts over all ranks of a stage, read as a grid of their own; what is left of it is their data parallelism.
+    # Who chooses them has to know of a whole sequence, which tp and cp share out.
     for piece in pieces:
         set_routing(piece, recipe)
         apply_choices(piece, mesh, recipe, clock)

@@ -89,7 +89,7 @@ class Pipeline:
         self._num_microbatches = len({act.microbatch for act in chain(*rows)})
         self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
-        self._position_cut = mesh.layout.tp if sequence_parallel else 1
+        self._position_cut = mesh.layout.cp * (mesh.layout.tp if sequence_parallel else 1)
         self._loss, self._dropping = loss, dropping
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Pipeline:
             tensor = tensor.contiguous()
             work = dist.isend(tensor, peer, group, tag=transfer.tag)
         else:
-            size, seq_len = batch.inputs(transfer.microbatch).shape
+            size, seq_len = batch.inputs_BS[transfer.microbatch].shape
             shape = (size, seq_len // self._position_cut, self._pieces[0].spec.d_model)
             tensor = torch.empty(shape, dtype=self._activation_dtype, device=self._mesh.device)
             work = dist.irecv(tensor, peer, group, tag=transfer.tag)
