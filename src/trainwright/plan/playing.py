@@ -147,8 +147,11 @@ def play(
     if not order.has_pairs and not blocking_sends:
         ends = [0.0]
         for before, waits_for, work in order.lone_turns:
-            start, arrival = ends[before], ends[waits_for] + send_s
-            ends.append((arrival if arrival > start and waits_for else start) + seconds[work])
+            start = ends[before]
+            arrival = ends[waits_for] + send_s
+            if arrival > start and waits_for:
+                start = arrival
+            ends.append(start + seconds[work])
         return ends, max(ends[row[-1]] for row in order.rows)
     free = [0.0] * len(order.rows)
     ends = [-math.inf]
