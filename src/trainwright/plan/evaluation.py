@@ -201,7 +201,7 @@ class Evaluation:
         experts = self._experts and self._experts.take(placement)
 
         def of_kinds(values: Floats) -> Floats:
-            # Row by row as one rank's prediction sums them, so that both are equal to the last bit.
+            # Of all rows, and not of insides: how such sums round depends on how many columns there are.
             rows = values.T.take(of_row, axis=0).T
             return np.array([each @ rows for each in counts])
 
