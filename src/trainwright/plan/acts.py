@@ -5,8 +5,9 @@ again stands before it. Communication is what stays exposed: the recipe's switch
 rates how much does. Where launching takes the host longer than the device computes, the device waits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,7 @@ class Acts:
     """Recomputed FLOPs; attention's with all keys, as model FLOPs count it (`predict.CONVENTION`)."""
 
 
-@dataclass(frozen=True)
-class _Timed:
+class _Timed(NamedTuple):
     """One operation's seconds, exposed or not."""
 
     each: Operation
@@ -71,7 +71,9 @@ class Clock:
 
     def timed(self, piece: Piece, mlp: MoeMlp | None = None) -> list[_Timed]:
         """The piece's operations with their seconds. mlp: the experts that it dispatches to."""
-        timed = [self._time(each, mlp) for each in piece.operations]
+        matmuls = [each for each in piece.operations if isinstance(each, Matmul)]
+        matmuls_s = iter(rates.matmuls_s(self.table, matmuls))
+        timed = [self._time(each, matmuls_s, mlp) for each in piece.operations]
         return self._overlapped(timed)
 
     def acts(self, piece: Piece, timed: list[_Timed], marks: int, uncut: float = 1.0) -> Acts:
@@ -81,11 +83,13 @@ class Clock:
         """
         acts = Acts()
         launches: list[Floats | float] = [0.0, 0.0]
+        launches_s: list[Floats | float] = [0.0, 0.0]
         launch_s = self.table.cluster.rates.launch_s
         for one in timed:
             _add(acts.forward, one.cause, one.forward)
             _add(acts.input, one.cause, one.input)
-            _add(acts.weight, one.cause, one.weight)
+            if one.weight is not self._none:
+                _add(acts.weight, one.cause, one.weight)
             forward, backward = one.each.launches
             again = bool(one.each.again & marks)
             if again:
@@ -94,8 +98,11 @@ class Clock:
                 acts.flops_again = acts.flops_again + _flops(one.each, uncut)
             launches[0] = launches[0] + forward
             launches[1] = launches[1] + backward + forward * again
-            _add(acts.forward, "launch", self._none + forward * launch_s)
-            _add(acts.input, "launch", self._none + backward * launch_s)
+            launches_s[0] = launches_s[0] + forward * launch_s
+            launches_s[1] = launches_s[1] + backward * launch_s
+            acts.forward["launch"] = acts.input["launch"] = self._none  # its place among the causes
+        if timed:
+            acts.forward["launch"], acts.input["launch"] = (self._none + each for each in launches_s)
         self._wait_for_host(piece, acts, launches)
         return acts
 
@@ -110,11 +117,11 @@ class Clock:
         for into, busy, count in zip((acts.forward, acts.input), device_s, launches, strict=True):
             _add(into, "host", np.maximum(count * per_launch_s - busy, 0.0) + waits)
 
-    def _time(self, each: Operation, mlp: MoeMlp | None) -> _Timed:
+    def _time(self, each: Operation, matmuls_s: Iterator[Floats], mlp: MoeMlp | None) -> _Timed:
         none = self._none
         match each:
             case Matmul():
-                seconds = rates.matmul_s(self.table, each)
+                seconds = next(matmuls_s)
                 return _Timed(each, "matmul", seconds, seconds, seconds)
             case AttentionCore():
                 forward, backward = rates.attention_s(self.table, each)
@@ -165,7 +172,10 @@ class Clock:
                 backward = np.maximum(backward - overlap.cp * core[1], backward * (1 - overlap.cp))
             elif one.cause == "ep":
                 forward, backward = forward * stays, backward * stays
-            shown.append(_Timed(one.each, one.cause, forward, backward, one.weight))
+            else:
+                shown.append(one)
+                continue
+            shown.append(one._replace(forward=forward, input=backward))
         return shown
 
 

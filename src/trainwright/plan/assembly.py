@@ -6,10 +6,11 @@ one is at least another in every count, only the larger can be a maximum: the ot
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.holding import holdings, undominated
 from trainwright.plan.table import Floats, Ints, Table
@@ -66,6 +67,13 @@ class Assembly:
     """Stage of each rank's chunks, (pp, vpp)."""
     ranks: Floats
     """Pieces on each rank, (pp, pieces)."""
+
+    @cached_property
+    def chunks(self) -> tuple[Floats, NDArray[np.bool_]]:
+        """Stages with different pieces, (different ones, pieces), and which of them each rank holds, (pp,
+        different ones)."""
+        different, which = np.unique(self.stages, axis=0, return_inverse=True)
+        return different, (which.ravel()[self.stage_of][:, :, None] == np.arange(len(different))).any(axis=1)
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from trainwright.plan.acts import Acts
 from trainwright.plan.assembly import assembly
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.figures import PAIRED
+from trainwright.plan.table import Floats
 from trainwright.spec.ledger import SecondsCause
 
 
@@ -37,15 +38,13 @@ def busiest_seconds(evaluation: Evaluation, row: int) -> dict[SecondsCause, floa
     inside, table = evaluation.inside_of(row), evaluation.table
     twice = counts.sum() > assembly(evaluation.shape(row)).stages.sum() + 0.5
     microbatches = float(table.num_microbatches[row]) / (2 if twice else 1)
-    work = np.array(
-        [sum(float(_at(value, inside)) for half in halves(each) for value in half.values()) for each in acts]
-    )
+    work = np.array([sum(at(value, inside) for half in halves(each) for value in half.values()) for each in acts])
     busiest = counts[int((counts @ work).argmax())]
     seconds: dict[SecondsCause, float] = {}
     for count, each in zip(busiest, acts, strict=True):
         for half in halves(each):
             for cause, value in half.items():
-                seconds[cause] = seconds.get(cause, 0.0) + count * float(_at(value, inside)) * microbatches
+                seconds[cause] = seconds.get(cause, 0.0) + count * at(value, inside) * microbatches
     overhead = 2 * table.cluster.rates.microbatch_overhead_s * float(table.columns.vpp[row]) * microbatches
     seconds["host"] = seconds.get("host", 0.0) + overhead
     return seconds
@@ -55,7 +54,7 @@ def flops_recomputed(evaluation: Evaluation, row: int) -> float:
     """FLOPs that recompute adds in a step, averaged over the pipeline's ranks."""
     shape, inside = evaluation.shape(row), evaluation.inside_of(row)
     counts = assembly(shape).stages.sum(axis=0)
-    again = np.array([float(_at(each.flops_again, inside)) for each in _acts(evaluation, row)])
+    again = np.array([at(each.flops_again, inside) for each in _acts(evaluation, row)])
     return float(counts @ again) * float(evaluation.table.num_microbatches[row]) / shape.pp
 
 
@@ -71,6 +70,6 @@ def _counts(evaluation: Evaluation, row: int) -> np.ndarray:
     return assembly(evaluation.shape(row)).ranks
 
 
-def _at(values: np.ndarray | float, inside: int) -> float:
-    array = np.asarray(values, dtype=np.float64).reshape(-1)
-    return float(array[inside if len(array) > 1 else 0])
+def at(values: Floats | float, inside: int) -> float:
+    """Of figures of all insides, or one for all of them, those of one inside."""
+    return float(values[inside if len(values) > 1 else 0] if isinstance(values, np.ndarray) else values)

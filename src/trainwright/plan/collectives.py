@@ -27,6 +27,10 @@ class Line(NamedTuple):
     latency_s: Floats
     s_per_byte: Floats
 
+    def take(self, rows: Ints) -> "Line":
+        """The same in some rows, which may come several times."""
+        return Line(self.latency_s[rows], self.s_per_byte[rows])
+
     def at(self, message_bytes: Floats) -> Floats:
         return self.latency_s + message_bytes * self.s_per_byte
 
@@ -89,7 +93,7 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
 def _link_sharp_gain(of_eight: float, size: Ints) -> Floats:
     """Gain of a scale-up switch that adds, over a ring: a device sends its message once, and in a ring
     2 (size - 1) / size times, so that few devices gain less than the eight that it was measured on."""
-    return np.clip(of_eight * (size - 1) / size * 8 / 7, 1.0, of_eight)
+    return np.minimum(np.maximum(of_eight * (size - 1) / size * 8 / 7, 1.0), of_eight)
 
 
 def _links(cluster: ClusterSpec, members: Ints) -> Floats:
@@ -97,7 +101,7 @@ def _links(cluster: ClusterSpec, members: Ints) -> Floats:
     fabric = cluster.fabric
     if not fabric.link_mesh or fabric.link_domain == 1:
         return np.full(len(members), fabric.link_bytes_per_s)
-    return fabric.link_bytes_per_s * np.clip(members - 1, 1, None) / (fabric.link_domain - 1)
+    return fabric.link_bytes_per_s * np.maximum(members - 1, 1) / (fabric.link_domain - 1)
 
 
 def exchange_s(

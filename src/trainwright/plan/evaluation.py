@@ -9,6 +9,8 @@ Candidates are taken in groups of one shape (`assembly.Shape`), whose stages are
 over (candidates, counts).
 """
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,14 +25,14 @@ from trainwright.plan.assembly import (
     rank_types,
     shape_of,
 )
-from trainwright.plan.collectives import collective_s
+from trainwright.plan.collectives import line
 from trainwright.plan.cores import Cores, shared_makespan
 from trainwright.plan.figures import PAIRED, Parts, insides
 from trainwright.plan.holding import ENOUGH_ROUNDS
 from trainwright.plan.memory import Held, moment_bytes
 from trainwright.plan.pipeline import Pipe
 from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds
-from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, grouped
 from trainwright.spec.ledger import BytesCause, SecondsCause
 from trainwright.spec.schedule import SCHEDULES
 
@@ -47,11 +49,16 @@ class Evaluation:
         self._figures = self.parts.figures()
         self._at = table.columns.policy * len(firsts) + self._inside
         """Where a row's figures stand among those of all policies."""
+        firsts, self._placement = table.placements
+        placed = table.take(firsts)
+        self._dense = Sharing.of(placed)
+        """Of every different placement."""
+        self._experts = Sharing.of_experts(placed) if table.model.is_moe else None
         self.peak_bytes: Floats = np.zeros(rows)
         self.bound_s: Floats = np.full(rows, np.inf)
         self._dp_s: Floats = np.zeros(rows)
         self._optimizer_s: Floats = np.zeros(rows)
-        self._send_s = self._sends()
+        self._send_s = self._sends(placed)
         self._judge_all()
         self.fits: NDArray[np.bool_] = self.peak_bytes <= table.cluster.device.memory_bytes
         self._step_s: dict[int, float] = {}
@@ -70,7 +77,8 @@ class Evaluation:
     def rank_bytes(self, row: int) -> list[dict[BytesCause, float]]:
         """Bytes by cause of each pipeline rank at its peak."""
         every = moments(self.shape(row), self._enough(row))
-        held, table = self._held(np.array([row])), self.table.take(np.array([row]))
+        held = self._held(self._at[row : row + 1], np.zeros(1, dtype=np.int64))
+        table = self.table.take(np.array([row]))
         by_cause: dict[BytesCause, Floats] = {
             cause: value[:, 0] for cause, value in moment_bytes(table, self.shape(row), every, held).items()
         }
@@ -155,21 +163,21 @@ class Evaluation:
         layers = np.array([-1 if policy.layers is None else policy.layers for policy in self.table.policies])[
             c.policy
         ]
-        key = combined(c.schedule, c.pp, c.vpp, layers + 1, enough)
-        order = np.argsort(key, kind="stable")
-        for places in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-            table, row = self.table.take(places), int(places[0])
-            experts = Sharing.of_experts(table) if table.model.is_moe else None
-            self._judge(self.shape(row), int(enough[row]), places, table, Sharing.of(table), experts)
+        order, begins = grouped(combined(c.schedule, c.pp, c.vpp, layers + 1, enough))
+        ordered = self.table.take(order)
+        for begin, end in pairwise([*begins.tolist(), len(order)]):
+            rows = order[begin:end]
+            self._judge(self.shape(rows[0]), int(enough[rows[0]]), rows, ordered.take(slice(begin, end)))
 
-    def _sends(self) -> Floats:
+    def _sends(self, placed: Table) -> Floats:
         table = self.table
         message = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
-        size, near = geometry.degree(table, "pp"), geometry.members(table, "pp")
-        return collective_s(table.cluster, "send", message, size, near)
+        ways = line(table.cluster, "send", geometry.degree(placed, "pp"), geometry.members(placed, "pp"))
+        return ways.take(self._placement).at(message)
 
-    def _held(self, places: NDArray[np.intp]) -> Held:
-        figures, at, inside = self._figures, self._at[places], self._inside[places]
+    def _held(self, at: Ints, of_row: Ints) -> Held:
+        """What figures at `at` say of bytes."""
+        figures, inside = self._figures, at % len(self.parts.table.columns)
         return Held(
             kept_bytes=figures.kept_bytes[:, at],
             logits_bytes=figures.logits_bytes[:, inside],
@@ -177,46 +185,58 @@ class Evaluation:
             working_bytes=figures.working_bytes[:, at],
             params=figures.params[:, inside],
             expert_params=figures.expert_params[:, inside],
+            inside=of_row,
         )
 
-    def _judge(
-        self,
-        shape: Shape,
-        microbatches: int,
-        places: NDArray[np.intp],
-        table: Table,
-        dense: Sharing,
-        experts: Sharing | None,
-    ) -> None:
-        """Memory, what stands around the pipeline, and the bound of the rows of one shape."""
-        held, figures, at = self._held(places), self._figures, self._at[places]
+    def _judge(self, shape: Shape, microbatches: int, places: Ints, table: Table) -> None:
+        """Memory, what stands around the pipeline, and the bound of the rows of one shape, which are `table`."""
+        figures = self._figures
+        at, of_row = _among(self._at[places], figures.forward_s.shape[1])
+        held = self._held(at, of_row)
         largest: Moments = largest_moments(shape, microbatches)
         self.peak_bytes[places] = sum(moment_bytes(table, shape, largest, held).values(), np.zeros(1)).max(axis=0)
         forward_s, input_s = figures.forward_s[:, at], figures.input_s[:, at]
         backward_s = input_s + figures.weight_s[:, at]
-        dp_s, optimizer_s, layers = np.zeros(len(places)), np.zeros(len(places)), 2 * shape.num_kinds
-        for counts in rank_types(shape):
-            expert_params = counts @ held.expert_params if experts else np.zeros(1)
-            around = counts[layers:] @ held.params[layers:]
-            ranks = Ranks(counts @ held.params, expert_params, around, counts @ forward_s, counts @ backward_s)
-            dp_s = np.maximum(dp_s, dp_seconds(table, ranks, dense, experts))
-            optimizer_s = np.maximum(optimizer_s, optimizer_seconds(table, ranks))
-        self._dp_s[places], self._optimizer_s[places] = dp_s, optimizer_s
+        counts, layers, placement = rank_types(shape), 2 * shape.num_kinds, self._placement[places]
+        experts = self._experts and self._experts.take(placement)
+
+        def of_kinds(values: Floats) -> Floats:
+            # Of all rows, and not of insides: how such sums round depends on how many columns there are.
+            rows = values.T.take(of_row, axis=0).T
+            return np.array([each @ rows for each in counts])
+
+        ranks = Ranks(
+            params=held.of_rows(counts @ held.params),
+            expert_params=held.of_rows(counts @ held.expert_params) if experts else np.zeros((1, 1)),
+            around_params=held.of_rows(counts[:, layers:] @ held.params[layers:]),
+            forward_s=of_kinds(forward_s),
+            backward_s=of_kinds(backward_s),
+        )
+        dp_s = dp_seconds(table, ranks, self._dense.take(placement), experts)
+        self._dp_s[places] = np.maximum(dp_s.max(axis=0), 0.0)
+        self._optimizer_s[places] = optimizer_seconds(table, ranks).max(axis=0)
         work_s = forward_s + backward_s
         if shape.schedule in PAIRED:
             hides = table.cluster.rates.overlap.ep
             work_s = work_s - hides * (figures.forward_ep_s[:, at] + figures.backward_ep_s[:, at])
-        bound = self._bound(shape, table, forward_s, input_s, work_s, self._send_s[places])
-        around = self._around(places, bound, self._least_sharing(places, bound))
-        self.bound_s[places] = sum(around.values(), bound)
+        bound_s = self._bound(shape, table, held, forward_s, input_s, work_s, self._send_s[places])
+        around = self._around(places, bound_s, self._least_sharing(places, bound_s))
+        self.bound_s[places] = sum(around.values(), bound_s)
 
     def _bound(
-        self, shape: Shape, table: Table, forward_s: Floats, input_s: Floats, work_s: Floats, send_s: Floats
+        self,
+        shape: Shape,
+        table: Table,
+        held: Held,
+        forward_s: Floats,
+        input_s: Floats,
+        work_s: Floats,
+        send_s: Floats,
     ) -> Floats:
         counts, overhead = bounds(shape), table.cluster.rates.microbatch_overhead_s
-        work = table.num_microbatches * (counts.work @ work_s + overhead * counts.acts[:, None])
-        ways = counts.forward_before @ forward_s + counts.backward_after @ input_s + counts.sends[:, None] * send_s
-        return (work + ways).max(axis=0)
+        work = table.num_microbatches * held.of_rows(counts.work @ work_s + overhead * counts.acts[:, None])
+        ways = held.of_rows(counts.forward_before @ forward_s + counts.backward_after @ input_s)
+        return (work + (ways + counts.sends[:, None] * send_s)).max(axis=0)
 
     def _around(self, places: NDArray[np.intp], makespan: Floats, sharing: Floats) -> dict[SecondsCause, Floats]:
         table, rates = self.table, self.table.cluster.rates
@@ -257,3 +277,10 @@ class Evaluation:
             return np.zeros(len(places))
         work, waiting = self._work(places)
         return np.where(shared > 1, np.maximum(work * shared + waiting - makespan, 0.0), 0.0)
+
+
+def _among(values: Ints, count: int) -> tuple[Ints, Ints]:
+    """The different ones of values below `count`, rising, and of each value its place among them."""
+    occurs = np.zeros(count, dtype=np.int64)
+    occurs[values] = 1
+    return np.flatnonzero(occurs), (occurs.cumsum() - 1)[values]

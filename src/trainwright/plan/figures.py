@@ -9,19 +9,21 @@ under the candidate's policy; embedding; head; a module of multi-token predictio
 copy of a tied embedding, where that is shared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainwright.plan import geometry
 from trainwright.plan.acts import PAIRED, Acts, Clock, Seconds
 from trainwright.plan.operations import Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, table_copy_piece
-from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined
+from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, distinct
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys
+
+T = TypeVar("T")
 
 WORK: tuple[SecondsCause, ...] = ("matmul", "attention", "elementwise", "quantize", "launch", "recompute", "host")
 """What wants a core. Ranks of a collective run in step, so while they communicate no core comes free."""
@@ -59,14 +61,13 @@ def num_pieces(table: Table) -> int:
     return 2 * len(kinds_of(table)) + 2 + bool(table.model.mtp_depth) + table.model.embeds_last
 
 
-def insides(table: Table) -> tuple[Ints, NDArray[np.intp]]:
-    """Rows with different insides, one for each, and for every row which of them its own is."""
-    c = table.columns
-    members = geometry.expert_members(table, c.etp, c.ep)
-    paired = np.isin(c.schedule, [place for place, name in enumerate(SCHEDULE) if name in PAIRED])
-    key = combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired.astype(np.int64))
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first.astype(np.int64), inverse.ravel()
+def insides(table: Table) -> tuple[Ints, Ints]:
+    """Rows with different insides, the first of each, and for every row which of them its own is."""
+    firsts, placement = table.placements
+    placed = table.take(firsts)
+    members = geometry.expert_members(placed, placed.columns.etp, placed.columns.ep)[placement]
+    c, paired = table.columns, np.array([name in PAIRED for name in SCHEDULE], dtype=np.int64)
+    return distinct(combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired[c.schedule]))
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,18 @@ class Parts:
             values = [[choose(acts) + np.zeros(rows) for acts in policy] for policy in self.acts]
             return np.concatenate([np.array(policy) for policy in values], axis=1)
 
-        pieces = [*self.pieces[:split], *self.pieces]
+        pieces = _twice(self.pieces, split)
+        # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
+        again = _twice([piece.working_bytes + piece.saved_bytes for piece in self.pieces], split)
         kept, working = [], []
         for policy in self.table.policies:
             marks = [0] * split + [policy.marks] * split + [0] * (len(pieces) - 2 * split)
             own = [piece.kept_bytes(mark) + np.zeros(rows) for piece, mark in zip(pieces, marks, strict=True)]
             kept.append(np.array(own))
-            # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
-            again = [piece.working_bytes + piece.saved_bytes for piece in pieces]
             working.append(np.array([each - mine for each, mine in zip(again, own, strict=True)]))
 
-        def of_pieces(values: list[Floats | float]) -> Floats:
-            return np.array([value + np.zeros(rows) for value in values])
+        def of_pieces(values: Iterable[Floats | float]) -> Floats:
+            return np.array(_twice([value + np.zeros(rows) for value in values], split))
 
         return Figures(
             forward_s=seconds(lambda acts: _sum(acts.forward)),
@@ -137,12 +138,17 @@ class Parts:
             backward_ep_s=seconds(lambda acts: acts.input.get("ep", np.zeros(1)) / self.clock.price),
             work_s=seconds(_work_s),
             kept_bytes=np.concatenate(kept, axis=1),
-            logits_bytes=of_pieces([piece.logits_bytes for piece in pieces]),
-            weight_bytes=of_pieces([_weight_bytes(self.table, piece) for piece in pieces]),
+            logits_bytes=of_pieces(piece.logits_bytes for piece in self.pieces),
+            weight_bytes=of_pieces(_weight_bytes(self.table, piece) for piece in self.pieces),
             working_bytes=np.concatenate(working, axis=1),
-            params=of_pieces([piece.params for piece in pieces]),
-            expert_params=of_pieces([piece.expert_params for piece in pieces]),
+            params=of_pieces(piece.params for piece in self.pieces),
+            expert_params=of_pieces(piece.expert_params for piece in self.pieces),
         )
+
+
+def _twice(values: list[T], kinds: int) -> list[T]:
+    """What pieces have, with layers twice, as `Figures` has them."""
+    return [*values[:kinds], *values]
 
 
 def _needs_plain(table: Table) -> bool:

@@ -8,7 +8,7 @@ experts are computed and not counted. `spec/waterfall.py` shows the difference.
 import numpy as np
 
 from trainwright.plan.assembly import assembly
-from trainwright.plan.causes import halves
+from trainwright.plan.causes import at, halves
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.figures import kinds_of
 from trainwright.plan.operations import AttentionCore, Matmul, Operation, Piece
@@ -46,7 +46,7 @@ def _busiest(evaluation: Evaluation, row: int) -> Floats:
     """Pieces that the rank with most seconds of acts computes in a step (`causes.busiest_seconds`)."""
     made, inside = assembly(evaluation.shape(row)), evaluation.inside_of(row)
     acts = evaluation.parts.acts[evaluation.table.columns.policy[row]]
-    work_s = [sum(_at(value, inside) for half in halves(each) for value in half.values()) for each in acts]
+    work_s = [sum(at(value, inside) for half in halves(each) for value in half.values()) for each in acts]
     # Where stages are held twice, each of the two computes half of the microbatches.
     times = made.stages.sum() / made.ranks.sum()
     return made.ranks[int((made.ranks @ work_s).argmax())] * times * float(evaluation.table.num_microbatches[row])
@@ -70,14 +70,9 @@ def _of_piece(table: Table, piece: Piece, kind: WorkKind, inside: int) -> tuple[
     total = at_peak_s = 0.0
     for each in piece.operations:
         if _kind(each) == kind:
-            flops = _at(_of_operation(each), inside)
+            flops = at(_of_operation(each), inside)
             total, at_peak_s = total + flops, at_peak_s + flops / _peak(table, each)
     return total, at_peak_s
-
-
-def _at(values: Floats | float, inside: int) -> float:
-    array = np.asarray(values, dtype=np.float64).reshape(-1)
-    return float(array[inside if len(array) > 1 else 0])
 
 
 def _kind(each: Operation) -> WorkKind | None:

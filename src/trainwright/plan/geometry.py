@@ -16,23 +16,24 @@ def degree(table: Table, axis: Axis) -> Ints:
 
 def members(table: Table, axis: Axis) -> Ints:
     """Ranks of an axis' group that share a scale-up domain."""
-    return _near(table.per_domain, table.strides[axis], degree(table, axis))
+    return near(table.per_domain, table.strides[axis], degree(table, axis))
 
 
 def shard_members(table: Table) -> Ints:
     """The same of a group that shards states: cp, and dp less the replicas of HSDP."""
     shards = table.columns.dp // table.columns.replicas
     domain = table.per_domain
-    return members(table, "cp") * _near(domain, table.strides["dp"], shards)
+    return members(table, "cp") * near(domain, table.strides["dp"], shards)
 
 
 def expert_members(table: Table, inner: Ints, size: Ints) -> Ints:
     """The same of a group of `size` ranks that stand `inner` apart in the plane of tp, cp and dp."""
     domain, block = table.per_domain, table.columns.tp * table.columns.cp
-    near = np.clip(block // inner, 1, size)
+    close = near(block, inner, size)
     far_stride = table.strides["dp"] * np.maximum(inner // block, 1)
-    return _near(domain, np.minimum(inner, block), near) * _near(domain, far_stride, np.maximum(size // near, 1))
+    return near(domain, np.minimum(inner, block), close) * near(domain, far_stride, np.maximum(size // close, 1))
 
 
-def _near(domain: Ints, apart: Ints, size: Ints) -> Ints:
-    return np.clip(domain // apart, 1, size)
+def near(domain: Ints, apart: Ints, size: Ints) -> Ints:
+    """Of `size` ranks that stand so far apart, those in a block of `domain` ranks: one at least."""
+    return np.minimum(np.maximum(domain // apart, 1), size)

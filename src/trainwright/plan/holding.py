@@ -7,8 +7,10 @@ at most is not one number: it is every state that no other state exceeds.
 
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.table import Ints
 from trainwright.spec.schedule import SCHEDULES, Rows
@@ -44,26 +46,33 @@ def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
     """Ranks, and what they hold while a turn of their row runs that drops something: what the turn adds is there
     already, what it drops still is. A turn is an act, or two that are paired."""
     acts = [*chain.from_iterable(rows)]
-    kind = np.frombuffer("".join([act.kind for act in acts]).encode(), dtype="S1")
-    # Of a pair, which stand side by side, the second is of the turn of the first.
-    second = np.array([act.paired for act in acts])
-    second &= np.cumsum(second) % 2 == 0
-    starts = np.flatnonzero(~second)
-    of_chunk = np.array([act.chunk for act in acts])[:, None] == np.arange(vpp)
+    kinds, chunks, paired = (map(itemgetter(field), acts) for field in (0, 2, 3))
+    kind = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
+    chunk = np.fromiter(chunks, dtype=np.int64, count=len(acts))
+    is_split, ends = kind == ord("I"), kind == ord("W")
+    drops = is_split | (kind == ord("B"))
 
-    def in_turns(*which: bytes) -> Ints:
-        """How many acts of each turn are of these kinds, by chunk, (turns, vpp)."""
-        return np.add.reduceat(np.isin(kind, which)[:, None] & of_chunk, starts, dtype=np.int64)
+    def held(adds: NDArray[np.bool_], removes: NDArray[np.bool_]) -> Ints:
+        """What is held of each chunk after each act, (vpp, acts): a row leaves nothing behind for the next."""
+        changes = np.zeros((vpp, len(acts)), dtype=np.int64)
+        changes[chunk, np.arange(len(acts))] = adds.astype(np.int64) - removes
+        return changes.cumsum(axis=1)
 
-    adds, drops, splits, ends = in_turns(b"F"), in_turns(b"B", b"I"), in_turns(b"I"), in_turns(b"W")
-    # A row leaves nothing behind, so the sums begin anew with each rank.
-    whole = np.cumsum(adds - drops, axis=0) + drops
-    weight_only = np.cumsum(splits - ends, axis=0) - splits + ends
+    turns = np.flatnonzero(drops | ends)
+    last = turns
+    if any(paired):
+        # Of a pair, whose acts stand side by side, the first one's turn is over with the second.
+        both = np.fromiter(map(itemgetter(3), acts), dtype=np.int64, count=len(acts))
+        last = turns + (both & both.cumsum())[turns]
+    own = chunk[turns] == np.arange(vpp)[:, None]
     # A weight gradient needs no working set of its layer: what it reads is counted, what it makes is a gradient.
-    states = np.concatenate([whole, weight_only, (drops > 0).astype(np.int64)], axis=1)
-    rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])[starts]
-    dropping = (drops + ends > 0).any(axis=1)
-    return rank[dropping], states[dropping]
+    running = own & drops[turns]
+    whole = held(kind == ord("F"), drops).take(last, axis=1) + running
+    weight_only = np.zeros_like(whole)
+    if ends.any():
+        weight_only = held(is_split, ends).take(last, axis=1) + own * (ends.astype(np.int64) - is_split)[turns]
+    rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    return rank[turns], np.concatenate([whole, weight_only, running]).T
 
 
 def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:
@@ -72,9 +81,11 @@ def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:
     # One that reaches another sums to more, or is equal: of those that are left, each group's first is reached by
     # none.
     left, kept = np.lexsort((-rows.sum(axis=1), group)), [np.zeros(0, dtype=np.intp)]
+    values, group = rows.T.take(left, axis=1), group[left]
     while len(left):
-        begins = np.diff(group[left], prepend=-1) > 0
-        first = left[begins]
-        kept.append(first)
-        left = left[(rows[left] > rows[first[np.cumsum(begins) - 1]]).any(axis=1)]
+        begins = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+        kept.append(left[begins])
+        largest = values[:, begins].repeat(np.diff(begins, append=len(left)), axis=1)
+        again = np.flatnonzero((values > largest).any(axis=0))
+        left, values, group = left[again], values.take(again, axis=1), group[again]
     return np.sort(np.concatenate(kept))

@@ -21,6 +21,7 @@ schedule holds. On top of them comes the larger of the loss's working set and on
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.assembly import Moments, Shape, assembly
 from trainwright.plan.table import Floats, Ints, Table
@@ -35,7 +36,7 @@ GATHERED_LAYERS = 2
 
 @dataclass(frozen=True)
 class Held:
-    """Figures of pieces for each row of a table, (pieces, rows)."""
+    """Figures of pieces for every different inside of a table's rows, (pieces, insides)."""
 
     kept_bytes: Floats
     logits_bytes: Floats
@@ -44,17 +45,26 @@ class Held:
     working_bytes: Floats
     params: Floats
     expert_params: Floats
+    inside: Ints
+    """Of each row the place of its inside, (rows,)."""
+
+    def of_rows(self, values: Floats) -> Floats:
+        """What insides have, (..., insides), as rows have it."""
+        return values.take(self.inside, axis=-1)
 
 
 def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[BytesCause, Floats]:
     """Bytes by cause, each (moments, rows)."""
-    activations, logits = _activations(shape, at, held)
-    dense, experts = at.params @ held.params, at.params @ held.expert_params
-    tensors = _states(table, dense, table.shards, held.params, at)
+    activations, logits = map(held.of_rows, _activations(shape, at, held))
+    params = held.of_rows(at.params @ held.params)
+    layers = 2 * shape.num_kinds
+    around = held.of_rows(at.params[:, layers:] @ held.params[layers:])
+    tensors = _states(table, params, table.shards, around)
     if table.model.is_moe:
-        for cause, value in _states(table, experts, table.expert_shards, 0 * held.params, at).items():
+        experts = held.of_rows(at.params @ held.expert_params)
+        for cause, value in _states(table, experts, table.expert_shards, np.zeros(1)).items():
             tensors[cause] = tensors[cause] + value
-    communication = _communication(table, shape, at, held, activations + logits)
+    communication = _communication(table, shape, at, held, around, activations + logits)
     tensors |= {"activations": activations, "logits": logits, "communication": communication}
     cluster = table.cluster
     framework = np.full_like(activations, cluster.framework_bytes)
@@ -69,10 +79,9 @@ def _weight_bytes(table: Table) -> float:
     return 2 * recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
 
 
-def _states(
-    table: Table, params: Floats, shards: Ints, own_params: Floats, at: Moments
-) -> dict[BytesCause, Floats]:
-    """Bytes of the states of `params` (moments, rows) parameters that are cut over `shards` ranks."""
+def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
+    """Bytes of the states of `params` parameters, (moments, rows), that are cut over `shards` ranks; `around` of
+    them stand around the layers."""
     recipe, zero = table.recipe, table.columns.zero
     master, size = recipe.master_bytes, recipe.compute_bytes
     cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
@@ -87,8 +96,6 @@ def _states(
     moments: Floats | float = 2 * recipe.moment_bytes
     if recipe.optimizer.name == "muon":
         # One momentum for matrices; what stands around the layers has AdamW's two.
-        layers = own_params.shape[0] - at.num_around
-        around = at.params[:, layers:] @ own_params[layers:]
         share = np.divide(around, params, out=np.zeros_like(params), where=params > 0)
         moments = recipe.moment_bytes * (1 + np.clip(share, 0, 1))
     on_device = 0 if away else 1
@@ -99,7 +106,9 @@ def _states(
     }
 
 
-def _communication(table: Table, shape: Shape, at: Moments, held: Held, activations: Floats) -> Floats:
+def _communication(
+    table: Table, shape: Shape, at: Moments, held: Held, around: Floats, activations: Floats
+) -> Floats:
     """Buffers: of FSDP's gathers and reductions, of sends between stages and of tensor parallelism."""
     recipe, zero = table.recipe, table.columns.zero
     size, gradient = recipe.compute_bytes, recipe.gradient_bytes
@@ -116,9 +125,9 @@ def _communication(table: Table, shape: Shape, at: Moments, held: Held, activati
         reduces = np.where((zero >= 2) & (shards > 1), gradient, 0.0)
         return gathers * params, reduces * params
 
-    gathers, reduces = unit(held.params[:layers], table.shards)
+    gathers, reduces = unit(held.of_rows(held.params[:layers]), table.shards)
     if table.model.is_moe:
-        experts = unit(held.expert_params[:layers], table.expert_shards)
+        experts = unit(held.of_rows(held.expert_params[:layers]), table.expert_shards)
         gathers, reduces = gathers + experts[0], reduces + experts[1]
     # Layers that are not resharded stay gathered, all of the rank's.
     stays = (zero == 3) & (table.columns.reshard == 0)
@@ -127,19 +136,18 @@ def _communication(table: Table, shape: Shape, at: Moments, held: Held, activati
         gathered_layers = np.where(stays, at.params[:, :layers] @ gathers, gathered_layers)
     largest = gathered_layers + reduces.max(axis=0)
     if shape.vpp > 1 and shape.schedule in ROUNDS:
-        made = assembly(shape)
-        chunks = made.stages[made.stage_of[at.rank]][:, :, :layers]
-        largest = np.where(zero == 2, (chunks @ reduces).max(axis=1), largest)
+        chunks, held_by = assembly(shape).chunks
+        largest = np.where(zero == 2, _largest(chunks[:, :layers] @ reduces, held_by[at.rank]), largest)
     # Embedding, norm and head are one unit around the layers: gathered all the time under zero 3, and reduced at
     # the end of backward, when the layers' activations are gone.
-    around = at.params[:, layers:] @ held.params[layers:]
     gathered, reduced = unit(around, table.shards)
     end = np.maximum(np.where(reduced > 0, around * (size + gradient), 0.0) - activations, 0.0)
     return gathered + np.maximum(largest, end) + buffers
 
 
 def _activations(shape: Shape, at: Moments, held: Held) -> tuple[Floats, Floats]:
-    """What is kept for backward with one layer's working set, and the logits with the loss's, (moments, rows)."""
+    """What is kept for backward with one layer's working set, and the logits with the loss's, (moments,
+    insides)."""
     activations, logits = at.whole @ held.kept_bytes, at.whole @ held.logits_bytes
     if at.weight_only.any():
         activations += at.weight_only @ held.weight_bytes
@@ -155,8 +163,8 @@ def _activations(shape: Shape, at: Moments, held: Held) -> tuple[Floats, Floats]
     )
 
 
-def _largest(values: Floats, counts: Floats) -> Floats:
-    """The largest of the pieces' values, (pieces, rows), that stand on each moment's rank, (moments, rows)."""
+def _largest(values: Floats, counts: Floats | NDArray[np.bool_]) -> Floats:
+    """The largest of the pieces' values, (pieces, ...), of which each moment has some, (moments, pieces)."""
     largest = np.zeros((len(counts), values.shape[1]))
     for value, has in zip(values, (counts > 0).T, strict=True):
         np.maximum(largest, has[:, None] * value, out=largest)

@@ -131,6 +131,7 @@ def _held(evaluation: Evaluation) -> Held:
         working_bytes=figures.working_bytes,
         params=figures.params,
         expert_params=figures.expert_params,
+        inside=np.zeros(1, dtype=np.int64),
     )
 
 

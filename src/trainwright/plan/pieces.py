@@ -17,16 +17,17 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
     mlp, size = layer.mlp, table.recipe.compute_bytes
     residual_bytes = table.residual_tokens * table.model.d_model * size
     inner = dense_operations(table, mlp) if isinstance(mlp, DenseMlp) else moe_operations(table, mlp)
+    normed, added = norm(table, NORM_AGAIN), residual(table, FULL)
     operations = (
-        norm(table, NORM_AGAIN),
+        normed,
         *entry(table, "attention", FULL),
         *attention_operations(table, layer),
         *leave(table, "attention", FULL),
-        residual(table, FULL),
-        norm(table, NORM_AGAIN),
+        added,
+        normed,
         *inner,
-        residual(table, FULL),
-        *(norm(table, NORM_AGAIN),) * (table.model.norms_per_layer - 2),
+        added,
+        *(normed,) * (table.model.norms_per_layer - 2),
     )
     params, expert_params = mlp_params(table, mlp)
     params = params + attention_params(table, layer) + table.model.norms_per_layer * table.model.norm_params

@@ -55,10 +55,11 @@ class Pipe:
             "W": self.weight_s,
             "B": [one + other for one, other in zip(self.input_s, self.weight_s, strict=True)],
         }
-        alone = [by_kind[kind][stage] for (kind, stage), *_ in works]
         return [
-            seconds if len(work) == 1 else seconds + by_kind[work[1].kind][work[1].stage] - self._hidden_s(work)
-            for work, seconds in zip(works, alone, strict=True)
+            by_kind[work[0].kind][work[0].stage]
+            if len(work) == 1
+            else sum(by_kind[kind][stage] for kind, stage in work) - self._hidden_s(work)
+            for work in works
         ]
 
     def _hidden_s(self, pair: Work) -> float:

@@ -8,7 +8,7 @@ later.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from trainwright.spec.schedule import SCHEDULES, Row, Rows
@@ -38,6 +38,20 @@ class Order:
     works: tuple[Work, ...]
     rows: tuple[tuple[int, ...], ...]
     """For each rank the places of its turns, counted from 1, in the order of its row."""
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        return any(len(work) > 1 for work in self.works)
+
+    @cached_property
+    def lone_turns(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each turn the place of the one before it on its rank, of the one whose output it needs, and its work:
+        all that counts where none is paired and nobody waits for sends."""
+        before, made = dict[int, int](), []
+        for place, (rank, work, waits_for, *_) in enumerate(self.turns, start=1):
+            made.append((before.get(rank, 0), waits_for, work))
+            before[rank] = place
+        return tuple(made)
 
 
 @lru_cache(maxsize=64)
@@ -130,6 +144,15 @@ def play(
 
     An output takes send_s to another rank; with blocking_sends its maker waits for it too.
     """
+    if not order.has_pairs and not blocking_sends:
+        ends = [0.0]
+        for before, waits_for, work in order.lone_turns:
+            start = ends[before]
+            arrival = ends[waits_for] + send_s
+            if arrival > start and waits_for:
+                start = arrival
+            ends.append(start + seconds[work])
+        return ends, max(ends[row[-1]] for row in order.rows)
     free = [0.0] * len(order.rows)
     ends = [-math.inf]
     blocked_s = send_s if blocking_sends else 0.0

@@ -27,8 +27,8 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class Ranks:
-    """A kind of rank in each row of a table: its parameters, and the seconds of its acts in one microbatch,
-    (rows,)."""
+    """Kinds of ranks in each row of a table: their parameters, and the seconds of their acts in one microbatch,
+    (kinds, rows)."""
 
     params: Floats
     """Without those of routed experts."""
@@ -65,7 +65,7 @@ class Sharing:
         replicas = table.columns.replicas
         # Replicas of a shard stand as far apart as a whole group of shards.
         stride = table.strides["dp"] * (table.columns.dp // replicas)
-        near = np.clip(table.per_domain // stride, 1, replicas)
+        near = geometry.near(table.per_domain, stride, replicas)
         return Sharing._of(table, table.shards, geometry.shard_members(table), replicas, near)
 
     @staticmethod
@@ -89,8 +89,19 @@ class Sharing:
             units=table.model.num_layers / table.columns.pp + 1,
         )
 
+    def take(self, rows: Ints) -> "Sharing":
+        """The same in some rows, which may come several times."""
+        return Sharing(
+            gather=self.gather.take(rows),
+            scatter=self.scatter.take(rows),
+            all_reduce=self.all_reduce.take(rows),
+            between=self.between.take(rows),
+            shards=self.shards[rows],
+            units=self.units[rows],
+        )
+
     def seconds(self, table: Table, params: Floats) -> "_Seconds":
-        """Of each collective over the states of `params` parameters, all of them once."""
+        """Of each collective over the states of `params` parameters, all of them once, (kinds, rows)."""
         recipe = table.recipe
         weight = recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
         gradient_bytes = params * recipe.gradient_bytes
@@ -115,19 +126,19 @@ class _Seconds(NamedTuple):
 
 
 def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | None) -> Floats:
-    """Exposed seconds of dp communication in a step, (rows,)."""
+    """Exposed seconds of dp communication in a step, (kinds, rows)."""
     recipe, overlap = table.recipe, table.cluster.rates.overlap
-    zero, microbatches = table.columns.zero, passes(table)
+    zero = table.columns.zero
     seconds = dense.seconds(table, ranks.params)
     if experts is not None:
         more = experts.seconds(table, ranks.expert_params)
         seconds = _Seconds(*(one + other for one, other in zip(seconds, more, strict=True)))
     gather, scatter, all_reduce, between = seconds
-    count = reductions(table)
-    once = np.where(zero == 0, all_reduce, gather + np.where(zero == 2, count, 1.0) * scatter) + between
+    count = np.where(zero == 2, reductions(table), 1.0)
+    once = np.where(zero == 0, all_reduce, gather + count * scatter) + between
     # It may hide behind the compute of the microbatches in which it happens.
     if recipe.overlap.dp:
-        window = (ranks.forward_s + ranks.backward_s) * np.where(zero == 2, count, 1.0)
+        window = (ranks.forward_s + ranks.backward_s) * count
         once = once - np.minimum(once * overlap.dp, window)
     in_turn_s = table.cluster.rates.serial_gather_s
     if in_turn_s:
@@ -135,13 +146,13 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     sharded = np.flatnonzero(zero == 3)
     if not len(sharded):
         return once
-    gather, scatter, forward, backward = (
-        each[sharded] for each in (gather, scatter, ranks.forward_s, ranks.backward_s)
+    gather, scatter, between, forward, backward = (
+        each[:, sharded] for each in (gather, scatter, between, ranks.forward_s, ranks.backward_s)
     )
     again = gather * table.columns.reshard[sharded]
     power = overlap.fsdp_norm if recipe.overlap.dp else 1.0
     every = _beside(forward, gather, power) + _beside(backward, again + scatter, power)
-    once[sharded] = microbatches[sharded] * every + between[sharded]
+    once[:, sharded] = passes(table)[sharded] * every + between
     return once
 
 
@@ -167,7 +178,7 @@ def _beside(compute_s: Floats, communication_s: Floats, power: float) -> Floats:
 
 
 def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
-    """Seconds of clipping and the update, (rows,)."""
+    """Seconds of clipping and the update, (kinds, rows)."""
     recipe, cluster, sharded = table.recipe, table.cluster, table.columns.zero >= 1
     local = np.where(sharded, ranks.params / table.shards, ranks.params)
     local = local + np.where(sharded, ranks.expert_params / table.expert_shards, ranks.expert_params)

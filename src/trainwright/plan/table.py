@@ -6,7 +6,7 @@ the rest of the recipe) stand beside the columns. Names are kept as places in a 
 the axes' order in ORDER, what is recomputed in the table's own `policies`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple, get_args
@@ -22,7 +22,7 @@ from trainwright.spec.run import Run
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Rows = NDArray[np.intp] | NDArray[np.bool_]
+Rows = NDArray[np.intp] | NDArray[np.bool_] | slice
 
 SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 ORDER = tuple(ORDERS)
@@ -41,6 +41,8 @@ def marks(*ops: RecomputeOp) -> int:
 
 def combined(*columns: Ints) -> Ints:
     """One number for each row, equal where all columns are equal."""
+    if len(columns[0]) == 1:
+        return np.zeros(1, dtype=np.int64)
     largest = [int(column.max(initial=0)) + 1 for column in columns]
     if prod(largest) >= 1 << 62:
         columns = tuple(np.unique(column, return_inverse=True)[1].ravel() for column in columns)
@@ -49,6 +51,23 @@ def combined(*columns: Ints) -> Ints:
     for column, count in zip(columns, largest, strict=True):
         key = key * count + column
     return key
+
+
+def grouped(key: Ints) -> tuple[Ints, Ints]:
+    """The rows in an order in which those of equal keys stand together, and where each of these groups begins."""
+    order = key.argsort(kind="stable")
+    ordered = key[order]
+    return order, np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+
+
+def distinct(key: Ints) -> tuple[Ints, Ints]:
+    """Rows with different keys, the first of each, and for every row which of them its own is."""
+    order, begins = grouped(key)
+    which = np.zeros(len(key), dtype=np.int64)
+    which[begins[1:]] = 1
+    of_row = np.empty_like(which)
+    of_row[order] = which.cumsum()
+    return order[begins], of_row
 
 
 class Policy(NamedTuple):
@@ -95,7 +114,7 @@ class Columns:
         return len(self.tp)
 
     def take(self, rows: Rows) -> "Columns":
-        return Columns(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Columns(*(column[rows] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -128,10 +147,9 @@ class Table:
         return Table(run.model, run.cluster, recipe, columns, (Policy.of_recipe(recipe),), layout.stage_layers)
 
     def take(self, rows: Rows) -> "Table":
-        """Some rows as a table; this one where they are all of them, with what is known of them."""
-        if rows.dtype != np.bool_ and np.array_equal(rows, np.arange(len(self.columns))):
-            return self
-        return replace(self, columns=self.columns.take(rows))
+        """Some rows as a table; this one where it has no other, with what is known of it."""
+        columns = self.columns.take(rows)
+        return self if len(columns) == len(self.columns) == 1 else replace(self, columns=columns)
 
     def layout(self, row: int) -> Layout:
         degrees = {name: int(getattr(self.columns, name)[row]) for name in DEGREES}
@@ -159,6 +177,13 @@ class Table:
     @cached_property
     def num_microbatches(self) -> Ints:
         return self.recipe.global_batch // (self.columns.micro_batch * self.columns.dp)
+
+    @cached_property
+    def placements(self) -> tuple[Ints, Ints]:
+        """Rows whose groups of ranks stand differently, the first of each, and for every row which of them its
+        own is."""
+        c = self.columns
+        return distinct(combined(c.tp, c.cp, c.pp, c.dp, c.ep, c.etp, c.order, c.replicas))
 
     @cached_property
     def strides(self) -> dict[Axis, Ints]:

@@ -7,6 +7,7 @@ A word is a kind of act and a chunk. Each takes the next microbatch: of forwards
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import count
 
 from trainwright.spec.schedules.acts import Act, Row
@@ -24,15 +25,18 @@ def written(phrases: Iterable[tuple[str, int]]) -> Row:
         for kind, chunk, paired, number in words * times:
             if kind == "W":
                 of = chunk if chunk is not None else min(waiting, key=lambda each: waiting[each] or NEVER)
-                row.append(Act("W", waiting[of].popleft()[1], of))
+                row.append(_act("W", waiting[of].popleft()[1], of))
                 continue
             assert chunk is not None, f"{kind} of {phrase!r} says no chunk"
             microbatch = next(number)
             if kind == "I":
                 waiting[chunk].append((len(row), microbatch))
-            row.append(Act(kind, microbatch, chunk, paired))  # pyright: ignore[reportArgumentType]
+            row.append(_act(kind, microbatch, chunk, paired))
     return tuple(row)
 
+
+_act = lru_cache(maxsize=1 << 12)(Act)
+"""An act; ranks do the same ones, at other times."""
 
 NEVER = deque([(1 << 62, 0)])
 """After every input gradient."""

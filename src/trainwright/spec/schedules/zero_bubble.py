@@ -36,6 +36,8 @@ def zb_v(pp: int, vpp: int, num_microbatches: int) -> Rows:
     """
     # With fewer microbatches the order is that of enough of them, less those that there aren't.
     rows = _v_rows(pp, max(num_microbatches, 2 * pp - 1))
+    if num_microbatches >= 2 * pp - 1:
+        return rows
     return tuple(tuple(act for act in row if act.microbatch < num_microbatches) for row in rows)
 
 
