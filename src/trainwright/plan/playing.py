@@ -144,6 +144,7 @@ def play(
 
     An output takes send_s to another rank; with blocking_sends its maker waits for it too.
     """
+    # Most schedules wait for one turn at a time, and for no send: the general loop below without its branches.
     if not order.has_pairs and not blocking_sends:
         ends = [0.0]
         for before, waits_for, work in order.lone_turns:
