@@ -1,11 +1,11 @@
-"""torchtitan's debug model on CPU, in one process and in two by each axis: tokens/s of this trainer, beside
-torchtitan's where its environment is given, launched in turn; and the share of the matmul rate that is reached.
+"""torchtitan's debug model on CPU, in one process and in two by each axis: tokens/s of this trainer, beside those
+of torchtitan and picotron where they are given, launched in turn; and which share of the matmul rate is reached.
 
 The model has 6.16 M parameters (width 256, 6 layers, 16 heads, MLP 768, 2,048 words); a step is 4 sequences of 512
-tokens in fp32, one thread a process. Both make the same steps: forward, backward, clipping, AdamW. torchtitan
-recomputes selectively, as its debug model comes.
+tokens in fp32, one thread a process. All make the same steps: forward, backward, clipping (but picotron), AdamW.
+torchtitan recomputes selectively, as its debug model comes.
 
-    python benchmarks/debug_model.py [--torchtitan PYTHON] [--rounds 3] [--steps 8] [--json]
+    python benchmarks/debug_model.py [--torchtitan PYTHON] [--picotron CHECKOUT] [--rounds 3] [--steps 8] [--json]
 
 PYTHON is of an environment with torchtitan 0.3.0, torch 2.13.0 and triton.
 """
@@ -44,7 +44,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 """Degrees and recipe of each column."""
 
-THEIRS = {"single": {}, "dp 2": {"data_parallel_replicate_degree": 2}, "tp 2": {"tensor_parallel_degree": 2}}
+TORCHTITAN = {"single": {}, "dp 2": {"data_parallel_replicate_degree": 2}, "tp 2": {"tensor_parallel_degree": 2}}
+PICOTRON = {"single": {}, **{f"{axis} 2": {axis: 2} for axis in ("dp", "tp", "pp", "cp")}}
+"""What they are told of each column."""
 
 
 def the_run(name: str) -> Run:
@@ -126,38 +128,44 @@ def launched(python: str, ranks: int, *arguments: str) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def measure(torchtitan: str | None, rounds: int, steps: int) -> dict[str, dict[str, float]]:
-    """Of each column tokens/s of both, the ratio, and of the single process the share of the matmul rate."""
-    found: dict[str, dict[str, list[float]]] = {name: {"ours": [], "theirs": [], "share": []} for name in LAYOUTS}
-    for _ in range(rounds):
-        for name, (degrees, _recipe) in LAYOUTS.items():
-            ranks = max(degrees.values(), default=1)
-            ours = launched(sys.executable, ranks, str(Path(__file__)), "--work", name, "--steps", str(steps))
-            step_s = statistics.median(ours["seconds"])
-            found[name]["ours"].append(step_s)
-            flops = the_run(name).model.flops_per_token(SEQ_LEN) * TOKENS
-            found[name]["share"].append(flops / step_s / ranks / ours["matmul_flops_per_s"])
-            if torchtitan and name in THEIRS:
-                script = str(HERE / "rivals" / "torchtitan_steps.py")
-                sizes = (str(steps), str(SEQ_LEN), str(GLOBAL_BATCH))
-                theirs = launched(torchtitan, ranks, script, json.dumps(THEIRS[name]), *sizes)
-                found[name]["theirs"].append(statistics.median(theirs["seconds"]))
+def measure(torchtitan: str | None, picotron: str | None, rounds: int, steps: int) -> dict[str, dict[str, float]]:
+    """Of each column tokens/s of all, the ratios, and the share of the matmul rate."""
+    sizes = (str(steps), str(SEQ_LEN), str(GLOBAL_BATCH))
+    rivals = HERE / "rivals"
     table = {}
-    for name, lists in found.items():
-        table[name] = {
-            "tokens_per_s": TOKENS / statistics.median(lists["ours"]),
-            "share_of_matmul_rate": statistics.median(lists["share"]),
+    for name, (degrees, _recipe) in LAYOUTS.items():
+        ranks = max(degrees.values(), default=1)
+        commands = {
+            "trainwright": (sys.executable, str(HERE / "debug_model.py"), "--work", name, "--steps", sizes[0])
         }
-        if lists["theirs"]:
-            table[name]["torchtitan_tokens_per_s"] = TOKENS / statistics.median(lists["theirs"])
-            pairs = zip(lists["theirs"], lists["ours"], strict=True)
-            table[name]["ratio"] = statistics.median(theirs / ours for theirs, ours in pairs)
+        if torchtitan and name in TORCHTITAN:
+            script = str(rivals / "torchtitan_steps.py")
+            commands["torchtitan"] = (torchtitan, script, json.dumps(TORCHTITAN[name]), *sizes)
+        if picotron:
+            script = str(rivals / "picotron_steps.py")
+            commands["picotron"] = (sys.executable, script, picotron, json.dumps(PICOTRON[name]), *sizes)
+        seconds: dict[str, list[float]] = {each: [] for each in commands}
+        rates = []
+        for number in range(rounds):
+            for each, (python, *arguments) in sorted(commands.items(), reverse=number % 2 == 1):
+                answer = launched(python, ranks, *arguments)
+                seconds[each].append(statistics.median(answer["seconds"]))
+                rates += [answer["matmul_flops_per_s"]] if each == "trainwright" else []
+        medians = {each: statistics.median(all_s) for each, all_s in seconds.items()}
+        flops = the_run(name).model.flops_per_token(SEQ_LEN) * TOKENS
+        table[name] = {f"{each}_tokens_per_s": TOKENS / step_s for each, step_s in medians.items()}
+        table[name]["share_of_matmul_rate"] = flops / medians["trainwright"] / ranks / statistics.median(rates)
+        for each in set(commands) - {"trainwright"}:
+            # Neighbouring launches see the same machine.
+            pairs = zip(seconds[each], seconds["trainwright"], strict=True)
+            table[name][f"ratio_to_{each}"] = statistics.median(theirs / ours for theirs, ours in pairs)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchtitan", help="the Python of an environment that has torchtitan")
+    parser.add_argument("--picotron", help="a checkout of huggingface/picotron")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", action="store_true")
@@ -166,16 +174,18 @@ def main() -> None:
     if options.work:
         work(options.work, options.steps)
         return
-    table = measure(options.torchtitan, options.rounds, options.steps)
+    table = measure(options.torchtitan, options.picotron, options.rounds, options.steps)
     if options.json:
         print(json.dumps(table))
         return
     for name, row in table.items():
-        beside = (
-            f", torchtitan {row['torchtitan_tokens_per_s']:,.0f}: {row['ratio']:.2f}x" if "ratio" in row else ""
+        beside = "".join(
+            f"; {each} {row[f'{each}_tokens_per_s']:,.0f}, {row[f'ratio_to_{each}']:.2f}x"
+            for each in ("torchtitan", "picotron")
+            if f"ratio_to_{each}" in row
         )
         share = f"{row['share_of_matmul_rate']:.0%} of the matmul rate"
-        print(f"{name}: {row['tokens_per_s']:,.0f} tokens/s, {share}{beside}")
+        print(f"{name}: {row['trainwright_tokens_per_s']:,.0f} tokens/s, {share}{beside}")
 
 
 if __name__ == "__main__":
