@@ -37,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "loss in chunks": {"recipe": {"loss_chunks": 2}},
     "fused loss": {"recipe": {"loss_kernel": "fused"}},
     "dropout": {"recipe": {"dropout": 0.1, "attention_kernel": "unfused"}},
+    "compiled layers": {"recipe": {"compile": True}},
     "Muon": {"recipe": {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}},
 }
 """What each needs to be said; `mlp`, `attention` and `window` are of all layers."""
@@ -161,6 +162,10 @@ SETS: tuple[tuple[str, ...], ...] = (
     ("tp without sequence parallelism", "pp interleaved_1f1b"),
     ("cp all_gather", "pp breadth_first"),
     ("pp dualpipe_v", "HSDP"),
+    ("compiled layers", "pp gpipe", "dp zero 1", "etp", "fused loss"),
+    ("compiled layers", "dp zero 2", "HSDP", "document mask", "sliding window", "loss in chunks", "Muon"),
+    ("compiled layers", "pp breadth_first", "multi-token prediction", "latent attention"),
+    ("compiled layers", "tp without sequence parallelism", "dropout"),
 )
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {}

@@ -66,7 +66,7 @@ def resolved(run: Run) -> Resolved:
 def policies(run: Run) -> tuple[Policy, ...]:
     """All that a recipe can say of recompute for this run's model and stages, the fewest operations first."""
     layout, recipe = run.layout, run.recipe
-    ops = [op for op in RECOMPUTE_OPS if recomputable(run.model)[op]]
+    ops: list[RecomputeOp] = [op for op in RECOMPUTE_OPS if recomputable(run.model)[op]]
     if layout.cp > 1 and recipe.cp_method == "all_to_all" and "latent_up" in ops:
         ops.remove("latent_up")  # gives up nothing there
     sets: list[tuple[RecomputeOp, ...]] = [

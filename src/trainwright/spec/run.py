@@ -221,11 +221,11 @@ def require_meaning(recipe: Recipe, model: ModelSpec) -> None:
 def recomputable(model: ModelSpec) -> dict[RecomputeOp, bool]:
     """Whether the model has what each operation of `Recipe.recompute_ops` does again."""
     layers = model.layer_counts()
-    return dict.fromkeys(RECOMPUTE_OPS, True) | {
-        "moe": model.is_moe,
-        "mlp": not all(isinstance(layer.mlp, MoeMlp) for layer in layers),
-        "latent_up": any(isinstance(layer.attention, LatentAttention) for layer in layers),
-    }
+    there = dict.fromkeys(RECOMPUTE_OPS, True)
+    there["moe"] = model.is_moe
+    there["mlp"] = not all(isinstance(layer.mlp, MoeMlp) for layer in layers)
+    there["latent_up"] = any(isinstance(layer.attention, LatentAttention) for layer in layers)
+    return there
 
 
 def require_length(recipe: Recipe, model: ModelSpec) -> None:
