@@ -2,9 +2,10 @@
 
 Steps are of three kinds. The first `WARM_UP` are slower than the rest and don't count for time; in them the
 peak of live bytes is taken (the first brings the optimizer's state into being, so the second is higher). Where
-layers are compiled, which on a CPU they are when nobody looks at their bytes, one more is theirs. Then come `INSTRUMENTED` steps that are looked at closely for where their time goes. All others are timed plainly:
-their median is the run's step time, to which the instrumented seconds by cause are scaled. A run too short for
-all of that is measured with what it has.
+layers are compiled, which on a CPU they are when nobody looks at their bytes, one more is theirs. Then come
+`INSTRUMENTED` steps that are looked at closely for where their time goes. All others are timed plainly: their
+median is the run's step time, to which the instrumented seconds by cause are scaled. A run too short for all of
+that is measured with what it has.
 """
 
 import statistics
