@@ -199,6 +199,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.recompute": ("none", "selective", "full"),
     "recipe.recompute_ops": None,
     "recipe.recompute_layers": None,
+    "recipe.compile": None,
     "recipe.zero": None,
     "recipe.reshard_after_forward": None,
     "recipe.dp_replicate": None,

@@ -64,6 +64,7 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "loss in chunks": lambda run: run.recipe.loss_chunks > 1,
     "fused loss": lambda run: run.recipe.loss_kernel == "fused",
     "dropout": lambda run: run.recipe.dropout > 0,
+    "compiled layers": lambda run: run.recipe.compile,
     "Muon": lambda run: run.recipe.optimizer.name == "muon",
 }
 """Whether a run has each of them."""

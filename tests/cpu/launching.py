@@ -15,6 +15,7 @@ def run_ranks(script: str, world: int, *arguments: str, timeout_s: float = 240.0
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of processes
     }
     command = [sys.executable, str(HERE / script), *arguments]
     if world > 1:

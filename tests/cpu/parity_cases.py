@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_compiled
 import parity_context
 import parity_ingredients
 import parity_models
@@ -282,6 +283,7 @@ TOPICS = {
     "overlap": parity_overlap.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
+    "compiled": parity_compiled.CASES,
 }
 for _topic, _cases in TOPICS.items():
     for _world, _more in _cases.items():
@@ -359,7 +361,7 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
-    cpu, timeout = torch.device("cpu"), timedelta(seconds=60)
+    cpu, timeout = torch.device("cpu"), timedelta(seconds=240)
     mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timeout, MADE)
     stands_where_the_layout_says(mesh)
     require_trainable(run.check())
@@ -387,7 +389,7 @@ def main(world: int, output: Path, only: list[str]) -> None:
     torch.set_num_threads(1)
     rank = 0
     if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=240))
         rank = dist.get_rank()
     jobs = {name: (fields, None) for name, fields in CASES[world].items()} | CONTROLS.get(world, {})
     results: dict[str, Any] = {}

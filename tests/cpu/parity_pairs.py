@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "loss in chunks": {"recipe": {"loss_chunks": 2}},
     "fused loss": {"recipe": {"loss_kernel": "fused"}},
     "dropout": {"recipe": {"dropout": 0.1, "attention_kernel": "unfused"}},
+    "compiled layers": {"recipe": {"compile": True}},
     "Muon": {"recipe": {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}},
 }
 """What each needs to be said; `mlp`, `attention` and `window` are of all layers."""
@@ -187,6 +188,12 @@ SETS: tuple[tuple[str, ...], ...] = (
     ),
     ("capacity of experts", "loss for balance", "pp breadth_first", "loss in chunks", "Muon"),
     ("capacity of experts", "loss for balance", "HSDP"),
+    ("compiled layers", "pp gpipe", "dp zero 1", "etp", "fused loss"),
+    ("compiled layers", "dp zero 2", "HSDP", "document mask", "sliding window", "loss in chunks", "Muon"),
+    ("compiled layers", "pp breadth_first", "multi-token prediction", "latent attention"),
+    ("compiled layers", "tp without sequence parallelism", "dropout"),
+    ("compiled layers", "ep beside shared experts"),
+    ("compiled layers", "capacity of experts", "loss for balance", "ep"),
 )
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {}

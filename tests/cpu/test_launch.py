@@ -15,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainwright.cli.files import read_run
 from trainwright.cli.main import run as run_program
+from trainwright.cli.train import require_machine
 from trainwright.plan.predict import predict
 from trainwright.plan.recompute_budget import resolved
 from trainwright.spec import toml
+from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
 from trainwright.train.door import require_trainable
@@ -103,6 +105,14 @@ def test_recompute_by_a_budget_is_carried_out_as_the_planner_chose(tmp_path: Pat
     assert trained == resolved(asked).run
     assert trained.recipe.recompute not in ("none", "budget")
     assert predict(trained).peak_bytes <= budget_bytes < whole_bytes
+
+
+def test_compiled_layers_want_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = example_run(recipe={"compile": True})
+    require_machine(run)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InvalidSpec, match=r"recipe\.compile=True: needs the C\+\+ compiler no-such-compiler"):
+        require_machine(run)
 
 
 def test_layouts_train_alike(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def runs(cluster: str, tiny: bool) -> dict[str, Run]:
     dense = load_model("llama-local-1m" if tiny else "llama-3.2-1b")
     mixture = experts(256, 2, 8, 128) if tiny else experts(1024, 12, 32, 1024)
     parts: dict[str, tuple[object, dict[str, Any]]] = {
-        "dense": (dense, {}),
+        "dense": (dense, {"compile": not tiny}),
         "experts": (mixture, {}),
     }
     return {

@@ -1,6 +1,8 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,6 +133,10 @@ def require_machine(run: "Run") -> None:
     kind, ranks, node = run.cluster.device.kind, run.layout.world, run.cluster.node.devices
     if kind != "cpu" and not Path(ACCELERATORS[kind]).exists():
         reject("cluster.device.kind", kind, "this machine has no such device; plan for what `calibrate` writes")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if run.recipe.compile and kind == "cpu" and shutil.which(compiler) is None:
+        remedy = f"needs the C++ compiler {compiler}; install it, name another in CXX, or set it to false"
+        reject("recipe.compile", True, remedy)
     if ranks > node:
         reject(
             "layout", f"{ranks} ranks", f"a node of {run.cluster.name} holds {node}; start torchrun on each node"

@@ -121,6 +121,10 @@ class Recipe(Noun):
     beside the vocabulary's, which predictions don't count."""
     cuda_graphs: Literal["none", "partial", "full"] = "none"
     """Kernels are launched from captured graphs: none of them, those of static shape, or all."""
+    compile: bool = False
+    """Each layer but those of multi-token prediction is compiled (torch.compile). Predictions stay the same: what
+    is kept is, to the byte, and no source says of the seconds that fusion saves which they are
+    (docs/equations.md, section 16)."""
     capacity_factor: Positive | None = None
     """Tokens that an expert takes, over the mean; the rest is dropped. None drops none (dropless)."""
     balance_loss: NonNegative = 0.0

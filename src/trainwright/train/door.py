@@ -10,6 +10,7 @@ from trainwright.spec.errors import reject
 from trainwright.spec.model import MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
+from trainwright.spec.schedule import SCHEDULES
 
 TRAINED_KERNELS = ("flash", "unfused")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
@@ -40,6 +41,11 @@ def require_trainable(run: Run) -> None:
     if recipe.recompute == "budget":
         why = "is resolved by the planner first (plan.recompute_budget.resolved), as every command does"
         reject("recipe.recompute", "budget", why)
+    if recipe.compile and SCHEDULES[recipe.schedule].splits_backward:
+        why = (
+            f"is not trained yet with schedule={recipe.schedule}, which splits what is in a graph; set it to false"
+        )
+        reject("recipe.compile", True, why)
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")

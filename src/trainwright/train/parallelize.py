@@ -7,6 +7,8 @@ one is the loop over microbatches, and data parallelism over one rank sums over 
 
 import math
 from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -139,10 +141,16 @@ class Trainer:
         ]
 
 
+def _compiler() -> ModuleType:
+    """The file that compiles layers; PyTorch's tracer, which takes two seconds to import, comes with it."""
+    return import_module("trainwright.train.parallel.compiled")
+
+
 def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     """This rank's part of `run`, with initial weights."""
     layout, recipe, spec = run.layout, run.recipe, run.model
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
+    compiled = _compiler() if recipe.compile else None
     gradient = torch.bfloat16 if recipe.gradient_format == "bf16" else master
 
     # Pipeline first: it decides which layers exist here at all. On the meta device, as no rank may ever hold all.
@@ -165,7 +173,9 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
-        crossing = Crossing(group, clock, recipe.sequence_parallel)
+        crossing = (compiled.CrossingBetweenGraphs if compiled else Crossing)(
+            group, clock, recipe.sequence_parallel
+        )
         loss = replace(loss, part=vocabulary, edge=crossing)
         for piece in pieces:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
@@ -187,6 +197,12 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
         dropping.head_part = at.tp * layout.cp + at.cp
         dropping.sequence_part = at.cp * layout.tp + at.tp if recipe.sequence_parallel else at.cp
 
+    # Compiled layers next: what recomputes a layer or shards it stands around its graphs. They are made when it
+    # first runs, so what is changed inside of it until then is in them.
+    if compiled:
+        for piece in pieces:
+            compiled.apply_compile(piece, position_cut=layout.tp if recipe.sequence_parallel else 1)
+
     # Recompute inside what data parallelism will wrap, so that recomputed layers find their weights gathered. It
     # wraps attention cores, and masks stand around what it wraps of a block.
     for piece in pieces:
@@ -200,6 +216,13 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
     if layout.cp > 1:
         for piece in pieces:
             apply_context_parallel(piece, Context(mesh.groups["cp"], clock), recipe)
+
+    # What no graph can hold is known now: communication, experts, masks, what is recomputed of a layer.
+    if compiled:
+        for piece in pieces:
+            compiled.keep_out_of_graphs(piece, recipe, cp=layout.cp)
+            if dropping is not None:
+                compiled.keep_masks_out(piece, dropping)
 
     # Data parallelism last: from here on it owns the parameters, and their precision.
     def fill(piece: Transformer, module: nn.Module, prefix: str) -> None:

@@ -35,6 +35,8 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.T
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """activation(gate) * up (arXiv:2002.05202)."""
+    if torch.compiler.is_compiling():
+        return activation(gate) * up  # the compiler makes act(gate) again by itself
     return _Gated.apply(gate, up, activation)  # pyright: ignore[reportReturnType]
 
 

@@ -57,20 +57,24 @@ class Rotary:
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
         self.held: torch.Tensor | None = None
-        self._tables: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x_BNSH: torch.Tensor) -> torch.Tensor:
         """`x_BNSH` with each position's angles applied."""
-        key = (x_BNSH.shape[2:], x_BNSH.dtype, x_BNSH.device)
+        seq_len, d_head = x_BNSH.shape[2:]
+        return rotate(x_BNSH, *self.tables(seq_len, d_head, x_BNSH))
+
+    def tables(self, seq_len: int, d_head: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every position and width, of the type and on the device of `like`."""
+        key = (seq_len, d_head, like.dtype, like.device)
         if key not in self._tables:
-            seq_len, d_head = key[0]
             position_S = torch.arange(seq_len) if self.held is None else self.held
             assert len(position_S) == seq_len
             angle_SH = torch.outer(position_S.double(), frequencies(self.rope, d_head))
             angle_SH = torch.cat((angle_SH, angle_SH), dim=-1)
             long = amplitude(self.rope.scaling)
-            self._tables[key] = ((long * angle_SH.cos()).to(x_BNSH), (long * angle_SH.sin()).to(x_BNSH))
-        return rotate(x_BNSH, *self._tables[key])
+            self._tables[key] = ((long * angle_SH.cos()).to(like), (long * angle_SH.sin()).to(like))
+        return self._tables[key]
 
 
 def rotate(x_BNSH: torch.Tensor, cosine_SH: torch.Tensor, sine_SH: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ backward gathers it once more, once for all projections of the block (ibid., s4.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,14 @@ class Crossing:
         return total
 
 
+class View(NamedTuple):
+    """Where a tensor lies in a contiguous one."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
 class _KeptPart:
     """Stands in for the gathered input among what autograd saves in one call of a block."""
 
@@ -84,20 +92,21 @@ class _KeptPart:
         self._saved = self._taken = 0
         self._whole_BSD: torch.Tensor | None = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | torch.Size:
-        """Saved by an operation: kept as it is, or only its shape where it is the gathered input."""
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | View:
+        """Saved by an operation: kept as it is, or only where it lies in the gathered input, of which it is all or
+        a view (a compiled block saves what its matmuls read)."""
         if tensor.untyped_storage().data_ptr() != self._storage:
             return tensor
         self._saved += 1
-        return tensor.shape
+        return View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, saved: torch.Tensor | torch.Size) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | View) -> torch.Tensor:
         """Wanted by a backward: the input, gathered at the first wish and dropped at the last."""
         if isinstance(saved, torch.Tensor):
             return saved
         if self._whole_BSD is None:
             self._whole_BSD = self._crossing.gathered(self._part_BSD)
-        whole = self._whole_BSD.view(saved)
+        whole = self._whole_BSD.as_strided(*saved)
         self._taken += 1
         if self._taken == self._saved:
             self._whole_BSD = None
