@@ -130,7 +130,8 @@ def test_a_table_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_rows_refused_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(table_of({**ROW, "gpu": "TPU"}))
-    report = document(capsys, str(path))
+    assert run(["validate", str(path), "--json"]) == 1  # an answer of "no"
+    report = json.loads(capsys.readouterr().out)
     assert report["summary"]["n"] == 0
     assert report["summary"]["median_abs"] is None
 

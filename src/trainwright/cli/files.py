@@ -91,9 +91,9 @@ def read_noun(path: Path, noun: type[N]) -> N:
 
 def read_run(path: Path, assignments: list[str] | None = None) -> Run:
     """The run that a file says, with `--set` assignments applied, cross-examined."""
-    run = toml.with_assignments(read_noun(path, Run), assignments or [])
+    said = read_noun(path, Run)
     try:
-        return run.check()
+        return toml.with_assignments(said, assignments or []).check()
     except InvalidSpec as error:
         raise InvalidSpec(f"{path}: {error}") from None
 

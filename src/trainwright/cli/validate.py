@@ -34,7 +34,8 @@ def validate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict every run of a table and compare with what was measured, by GPU, architecture and source."""
+    """Predict every run of a table and compare with what was measured, by GPU, architecture and source. Exit
+    status 1 where all rows are refused."""
     from trainwright.cli import catalogue
     from trainwright.cli.published import judge, read_runs
     from trainwright.measure.validation import validation
@@ -50,8 +51,10 @@ def validate(
         from trainwright.cli.output import show_json
 
         show_json(result.report())
-        return
-    from trainwright.cli.output import show
-    from trainwright.present.validation import validation_view
+    else:
+        from trainwright.cli.output import show
+        from trainwright.present.validation import validation_view
 
-    show(validation_view(result))
+        show(validation_view(result))
+    if not judged:
+        raise typer.Exit(1)
