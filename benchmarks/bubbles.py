@@ -30,6 +30,7 @@ from trainwright.spec.layout import Layout
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
+from trainwright.train.head_loss import HeadLoss
 from trainwright.train.mesh import Mesh, Worker, joined, leave
 from trainwright.train.parallel.pipeline import Pipeline
 from trainwright.train.parallel.replicated import Replicated
@@ -66,15 +67,18 @@ class Stage(nn.Module):
         self.share = 1 / chunks
         self.weight = nn.Parameter(torch.eye(WIDTH))
         self.embedding = nn.Parameter(torch.eye(WIDTH)) if first else None
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False) if last else None
+        self.later: dict[str, nn.Module] = {}
 
     def tie(self) -> None:
         pass
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents_BS: None = None, later_BS: Any = (), loss: Any = None) -> Any:
         if self.embedding is not None:
             x = F.embedding(x, self.embedding)
         x = Sleep.apply(x, FORWARD_S * self.share, INPUT_S * self.share)
-        return F.linear(x, Sleep.apply(self.weight, 0.0, WEIGHT_S * self.share))
+        x = F.linear(x, Sleep.apply(self.weight, 0.0, WEIGHT_S * self.share))
+        return x if loss is None else loss(self.head, [x])
 
 
 class Stopwatch(Clock):
@@ -110,7 +114,7 @@ def one_schedule(name: str, steps: int, mesh: Mesh) -> Bubble:
     own, ends = placement[mesh.rank], schedule.num_stages(PP, chunks) - 1
     pieces: Any = [Stage(chunks, first=stage == 0, last=stage == ends) for stage in own]
     watch = Stopwatch()
-    data_parallel = Replicated(pieces, mesh, torch.float32, watch, overlap=True)
+    data_parallel = Replicated(pieces, mesh, torch.float32, torch.float32, watch, overlap=True)
     pipeline = Pipeline(
         pieces,
         rows,
@@ -121,7 +125,8 @@ def one_schedule(name: str, steps: int, mesh: Mesh) -> Bubble:
         activation_dtype=torch.float32,
         sequence_parallel=False,
         overlap=True,
-        vocabulary=None,
+        loss=HeadLoss(),
+        dropping=None,
     )
     tokens = [torch.zeros((1, SEQ_LEN), dtype=torch.long)] * MICROBATCHES
     batch = Batch(tokens, tokens, MICROBATCHES * SEQ_LEN)

@@ -38,7 +38,7 @@ MATMUL_SIZE = 512
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "single": ({}, {"micro_batch": 4}),
     "dp 2": ({"dp": 2}, {"micro_batch": 2, "zero": 0}),
-    "tp 2": ({"tp": 2}, {"micro_batch": 4}),
+    "tp 2": ({"tp": 2}, {"micro_batch": 4, "sequence_parallel": False}),
     "pp 2": ({"pp": 2}, {"micro_batch": 1}),
     "cp 2": ({"cp": 2}, {"micro_batch": 4}),
 }
