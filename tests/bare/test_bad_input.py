@@ -196,6 +196,8 @@ def test_a_wrong_assignment(
         (["recipe.capacity_factor=1.5"], "recipe.capacity_factor=1.5: is of experts, and "),
         (["recipe.dispatch=hierarchical"], "recipe.dispatch='hierarchical': is of experts, and "),
         (["recipe.overlap.ep=true"], "recipe.overlap.ep=True: is of experts, and "),
+        (['recipe.recompute_ops=["norm"]'], "recipe.recompute_ops=['norm']: needs recompute=selective, not none"),
+        (["recipe.compile=yes"], "recipe.compile='yes': must be true or false"),
         (["recipe.recompute=full", "recipe.recompute_layers=99999"], "recipe.recompute_layers=99999: "),
         (["recipe.recompute=selective", 'recipe.recompute_ops=["moe"]'], "recipe.recompute_ops='moe': "),
         (

@@ -41,3 +41,18 @@ def test_make_targets_that_documents_name_exist() -> None:
         named = set(re.findall(r"make ([a-z]+)\b", (ROOT / document).read_text()))
         assert named & targets
         assert named <= targets | {"sure"}
+
+
+def test_readme_has_the_figures_of_the_written_tables() -> None:
+    readme = (ROOT / "README.md").read_text()
+    studies = (ROOT / "benchmarks" / "case_studies.md").read_text()
+    shown = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+%) \|$", readme, re.M)
+    written = re.findall(r"^\| `[^|]+` \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+%) \|", studies, re.M)
+    assert len(shown) == 6
+    assert shown == written
+    validation = (ROOT / "benchmarks" / "planner_validation.md").read_text()
+    row = r"^\| (fitted to all rows|without the row's \w+) \| (\w+) \| \d+ \| ([\d.]+%) \| [\d.]+% \| ([\d.]+%) \|"
+    errors = {(fold, kind): f"{median}, {p90}" for fold, kind, median, p90 in re.findall(row, validation, re.M)}
+    for fold in ("fitted to all rows", "without the row's source", "without the row's publisher"):
+        figures = " | ".join(errors[fold, kind] for kind in ("all", "dense", "moe"))
+        assert f"| {fold.removeprefix('fitted ')} | {figures} |" in readme

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from trainwright.spec import toml
 from trainwright.spec.base import Noun
-from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.run import Run
 from trainwright.spec.units import MIB
 
@@ -89,11 +89,19 @@ def read_noun(path: Path, noun: type[N]) -> N:
     return toml.read(read_text(path), noun, str(path))
 
 
+OPS = "recipe.recompute_ops="
+
+
 def read_run(path: Path, assignments: list[str] | None = None) -> Run:
     """The run that a file says, with `--set` assignments applied, cross-examined."""
     said = read_noun(path, Run)
     try:
-        return toml.with_assignments(said, assignments or []).check()
+        run = toml.with_assignments(said, assignments or []).check()
+        if run.recipe.recompute != "selective" and any(text.startswith(OPS) for text in assignments or []):
+            # In a file it may wait for another recompute; who sets it now expects that it does something.
+            why = f"needs recompute=selective, not {run.recipe.recompute}; set that too"
+            reject("recipe.recompute_ops", list(run.recipe.recompute_ops), why)
+        return run
     except InvalidSpec as error:
         raise InvalidSpec(f"{path}: {error}") from None
 

@@ -59,6 +59,8 @@ def from_validation(error: ValidationError, noun: type[BaseModel], prefix: str =
         return InvalidSpec(f"{field}.kind: {first['msg'].rstrip('.')}")
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return InvalidSpec(f"{field}={shown(value)}: must be a table of fields")
+    if kind in ("bool_parsing", "bool_type"):
+        return InvalidSpec(f"{field}={shown(value)}: must be true or false")
     if kind == "tuple_type":
         return InvalidSpec(f"{field}={shown(value)}: must be a list{_as_a_list(value)}")
     return InvalidSpec(f"{field}={shown(value)}: {first['msg'][0].lower()}{first['msg'][1:]}")
