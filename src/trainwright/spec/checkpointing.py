@@ -1,0 +1,25 @@
+"""When a run's state is written down, where, and how much of it is kept; `train/checkpoint` says how."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainwright.spec.base import Count, Noun, Positive
+
+
+class Checkpointing(Noun):
+    """The table `checkpoint` of a run. It changes no number of the run, so a run may go on under another one."""
+
+    every_steps: Count | None = None
+    """Save whenever so many steps are done; None: as often as overhead_bound allows. The last step is saved
+    always."""
+    overhead_bound: Annotated[float, Field(gt=0, le=1)] = 0.035
+    """Without every_steps: the share of training time that saving may add (CheckFreq's 3.5%, FAST 2021 s4.2)."""
+    asynchronous: bool = True
+    """A save blocks the step for a copy in memory alone; files are written beside the next steps."""
+    keep: Count = 2
+    """Commits that are kept; older ones are removed when a newer one is whole."""
+    directory: str = ""
+    """Where commits lie, which all ranks can reach; empty: `checkpoints` in the run's output."""
+    deadline_s: Positive = 600.0
+    """After which a save that has not ended is given up, and said to be late, with the rank that is."""
