@@ -40,7 +40,7 @@ def train(
         Path,
         typer.Option(
             metavar="DIR",
-            help="Gets run.toml, metrics.jsonl, ledger.jsonl and checkpoints, from which the run goes on if it is there.",
+            help="Gets run.toml, metrics.jsonl, ledger.jsonl and checkpoints; a run that left some here goes on.",
         ),
     ] = Path("out/run"),
     assignments: Assignments = None,

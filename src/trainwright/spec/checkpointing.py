@@ -1,10 +1,11 @@
-"""When a run's state is written down, where, and how much of it is kept; `train/checkpoint` says how."""
+"""When a run's state is written down, where, how much of it is kept, and what is there; `train/checkpoint` says
+how."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainwright.spec.base import Count, Noun, Positive
+from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive
 
 
 class Checkpointing(Noun):
@@ -23,3 +24,26 @@ class Checkpointing(Noun):
     """Where commits lie, which all ranks can reach; empty: `checkpoints` in the run's output."""
     deadline_s: Positive = 600.0
     """After which a save that has not ended is given up, and said to be late, with the rank that is."""
+
+
+class SavedStep(Noun):
+    """A save, as `checkpoints` shows it."""
+
+    name: str
+    step: Natural
+    generation: Natural
+    state: Literal["whole", "damaged", "unfinished"]
+    """Whole: what was looked at is as it was written, which is names and lengths, and every byte where that was
+    asked for."""
+    complaint: str = ""
+    """What is wrong with it."""
+    num_bytes: Natural = 0
+    ranks: Natural = 0
+    """That wrote it."""
+    layout: str = ""
+    written_at_s: NonNegative = 0.0
+    """Seconds since 1970."""
+    blocked_s: NonNegative = 0.0
+    """For which the slowest rank's step waited for the copy in memory."""
+    write_s: NonNegative = 0.0
+    """Of the slowest rank."""

@@ -80,7 +80,9 @@ def train(
                 if mesh.rank == 0:
                     on_note(f"all {wanted} steps are done; train further with --steps or a larger budget")
                 return
-            _train_on(keeper, dataset, start, wanted, Journal(out_dir, start.step) if mesh.rank == 0 else None, on_step)
+            _train_on(
+                keeper, dataset, start, wanted, Journal(out_dir, start.step) if mesh.rank == 0 else None, on_step
+            )
 
 
 def _train_on(

@@ -1,9 +1,9 @@
 """The commits of a directory: found, removed, and kept from two writers. Nothing here loads PyTorch.
 
-    step-00000040-g0002/   a save: of step 40, by the second start of the run's processes
-        manifest.json      written last; with it the save is a commit
-        weights-00000.safetensors, optimizer-00000.safetensors   of each rank that wrote something
-    lock                   held while a run writes here
+step-00000040-g0002/   a save: of step 40, by the second start of the run's processes
+    manifest.json      written last; with it the save is a commit
+    weights-00000.safetensors, optimizer-00000.safetensors   of each rank that wrote something
+lock                   held while a run writes here
 """
 
 import contextlib

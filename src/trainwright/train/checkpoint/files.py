@@ -44,8 +44,8 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
 
 
 def put_file(path: Path, data: bytes) -> None:
-    """Write a file beside its place and rename it into it, so that it is there whole or not at all; wait until both
-    are on the disk."""
+    """Write a file beside its place and rename it into it, so that it is there whole or not at all; wait until
+    both are on the disk."""
     beside = path.with_name(path.name + ".writing")
     write_file(beside, [data])
     os.replace(beside, path)

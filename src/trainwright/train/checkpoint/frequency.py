@@ -2,7 +2,7 @@
 FAST 2021, s4.2).
 
 With t_i the step, t_f the whole of a save and o the part that the step waits for, saves are far enough apart that
-one has ended before the next (k >= (t_f - o) / t_i) and that waiting stays below the bound (k >= o / (bound * t_i)).
+one has ended before the next, k >= (t_f - o) / t_i, and that waiting is below the bound, k >= o / (bound * t_i).
 What can't be said beforehand, that steps are slower while files are written, is measured: while the time between
 two saves is above what its steps take alone by more than the bound, the interval grows by 2.
 """

@@ -1,8 +1,8 @@
 """Whether a commit is of this run: what may not differ, and what is wrong where it does. Nothing here loads
 PyTorch.
 
-Layout, cluster, budget and the way of computing may change, as may the rates of learning: the state means the same.
-Model, data, seed, the length of samples and what the optimizer keeps may not.
+Layout, cluster, budget, batch and the way of computing may change, as may the rates of learning: the state means
+the same. Model, data, seed, the length of samples and what the optimizer keeps may not.
 """
 
 import numpy as np

@@ -147,7 +147,9 @@ class Keeper:
         if not self._ended(patience_s):
             if not self._told_busy:
                 late = "is still being written, so that of this one is not begun"
-                self._note(f"step {position.step} is not saved: step {self._save.step if self._save else 0} {late}")
+                self._note(
+                    f"step {position.step} is not saved: step {self._save.step if self._save else 0} {late}"
+                )
             self._told_busy = True
         else:
             self._begin(position)
@@ -238,7 +240,9 @@ class Keeper:
         said = self._of_all(mine or "")
         assert self._save is not None
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text and "another rank" not in text]
-        self._note(f"step {self._save.step} could not be saved: {'; '.join(texts)}; earlier commits are as they were")
+        self._note(
+            f"step {self._save.step} could not be saved: {'; '.join(texts)}; earlier commits are as they were"
+        )
         if self._is_first and not (self._writing and self._writing.is_alive()) and not self._save.is_committed:
             with suppress(OSError):
                 shutil.rmtree(self._save.path)

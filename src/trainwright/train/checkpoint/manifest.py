@@ -106,7 +106,9 @@ def manifest_of(text: bytes, where: str) -> Manifest:
     content = _content(text, where)
     form = content.get("format")
     if isinstance(form, int) and form > FORMAT:
-        reject(where, form, f"is a newer format than this program's {FORMAT}; resume with the program that wrote it")
+        reject(
+            where, form, f"is a newer format than this program's {FORMAT}; resume with the program that wrote it"
+        )
     try:
         return Manifest.parse(content)
     except InvalidSpec as error:

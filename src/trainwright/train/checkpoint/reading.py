@@ -14,8 +14,8 @@ from trainwright.train.checkpoint.manifest import Damaged, FileEntry, Part, Piec
 
 
 class Reader:
-    """Reads the files of a commit; a block that is wanted whole is read to where it is wanted. A file is
-    checked for its length and header when it is opened first. Raises `Damaged` where something is not what was written."""
+    """Reads the files of a commit; a block that is wanted whole is read to where it is wanted. A file is checked
+    for its length and header when it is opened first. Raises `Damaged` where something is not what was written."""
 
     def __init__(self, save: Save, parts: Iterable[Part]) -> None:
         self.save = save

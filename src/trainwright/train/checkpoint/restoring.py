@@ -95,12 +95,12 @@ class Source:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 @torch.no_grad()
 def restore(trainer: Trainer, reader: Reader, manifest: Manifest) -> None:
-    """Give a trainer the state of a commit. Where it raises `Damaged`, some of its tensors have it and some don't."""
+    """Give a trainer the state of a commit. Where it raises `Damaged`, some tensors have it and some don't."""
     source = Source(reader, manifest)
     _fill_each(source, held_weights(trainer))
     make_moments(trainer, manifest.step)

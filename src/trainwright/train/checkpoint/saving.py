@@ -1,9 +1,9 @@
 """Files of a commit from a snapshot, in a thread beside the steps. It calls no collective: ranks meet in the
 directory.
 
-Each rank writes its files, waits for the disk, reads them back from it and verifies them, and then puts a part file
-that names them. The first rank waits for the parts of all and puts the manifest, which makes the save a commit;
-then it removes what is older than the commits to keep. Nothing of an earlier commit is touched before that.
+Each rank writes its files, waits for the disk, reads them back from it and verifies them, and then puts a part
+file that names them. The first rank waits for the parts of all and puts the manifest, which makes the save a
+commit; then it removes what is older than the commits to keep. No earlier commit is touched before that.
 """
 
 import os
@@ -13,7 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainwright.train.checkpoint.directory import Save, retain
-from trainwright.train.checkpoint.files import blocks_of, digest_of, forget_cached, put_file, sync_directory, write_file
+from trainwright.train.checkpoint.files import (
+    blocks_of,
+    digest_of,
+    forget_cached,
+    put_file,
+    sync_directory,
+    write_file,
+)
 from trainwright.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, Part, Piece, part_of, text_of
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.snapshot import Snapshot

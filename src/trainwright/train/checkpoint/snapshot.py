@@ -40,4 +40,4 @@ class Snapshot:
             torch.cuda.synchronize(self._device)
 
     def bytes_of(self, file: str) -> memoryview:
-        return memoryview(self.buffers[file].numpy())
+        return self.buffers[file].numpy().data

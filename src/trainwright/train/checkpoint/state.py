@@ -1,9 +1,9 @@
 """This rank's blocks of the whole state: weights, moments and balance biases, by their names in the whole model
 and their places in whole tensors.
 
-Weights are what the optimizer moves: fp32 masters where the run computes in bf16. Moments of a weight are `NAME:first`
-and `NAME:second`. Moments in int8 have a scale for every 256 values of a rank's block, and so are stored with the
-block: `NAME:first_scale@START:STOP,...` is of the block of that place.
+Weights are what the optimizer moves: fp32 masters where the run computes in bf16. Moments of a weight are
+`NAME:first` and `NAME:second`. Moments in int8 have a scale for every 256 values of a rank's block, and so are
+stored with the block: `NAME:first_scale@START:STOP,...` is of the block of that place.
 """
 
 from collections.abc import Iterator

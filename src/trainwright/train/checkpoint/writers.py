@@ -1,8 +1,9 @@
 """Which rank writes which block, and where in its files: agreed once, as it depends on the layout alone.
 
 PyTorch Distributed Checkpoint's planner chooses among ranks that hold the same block, the one with the least to
-write first, and checks that blocks tile every tensor without gap or overlap. A rank has two files, both safetensors:
-`weights-RANK` and `optimizer-RANK`. A block that is not the whole tensor is named `NAME@START:STOP,...`.
+write first, and checks that blocks tile every tensor without gap or overlap. A rank has two files, both
+safetensors: `weights-RANK` and `optimizer-RANK`. A block that is not the whole tensor is named
+`NAME@START:STOP,...`.
 """
 
 import json
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from trainwright.train.checkpoint.files import digest_of
 from trainwright.train.checkpoint.manifest import FileEntry, TensorEntry
