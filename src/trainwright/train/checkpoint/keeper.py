@@ -24,7 +24,7 @@ from trainwright.train.checkpoint.identity import require_same_data, require_sam
 from trainwright.train.checkpoint.manifest import FORMAT, Damaged, DataMark, Manifest, Part
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.restoring import restore
-from trainwright.train.checkpoint.saving import Writing, commit, write_part
+from trainwright.train.checkpoint.saving import OTHER_FAILED, Writing, commit, write_part
 from trainwright.train.checkpoint.snapshot import Snapshot
 from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.checkpoint.writers import WritePlan, planned
@@ -32,7 +32,7 @@ from trainwright.train.parallelize import Trainer
 
 POLL_S = 0.02
 """Between questions whether a save has ended, where that is waited for."""
-GIVING_UP_S = 5.0
+GIVING_UP_S = 1.0
 """For the first rank to stop waiting for the part of one that has failed."""
 
 Tell = Callable[[str], None]
@@ -72,6 +72,7 @@ class Keeper:
     _writing: Writing | None = None
     _save: Save | None = None
     _told_busy: bool = False
+    _told_failure: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -169,7 +170,7 @@ class Keeper:
         self._snapshot.take(held_blocks(self.trainer))
         now_s = time.perf_counter()
         self._save = save_of(self.root, position.step, self.generation)
-        self._told_busy = False
+        self._told_busy = self._told_failure = False
         self._writing = Writing(partial(self._written, self._save, position, now_s - copied_s))
         self._writing.start()
         self._frequency.saved(now_s - begun_s)
@@ -204,7 +205,6 @@ class Keeper:
         """Whether the last save has ended on every rank, waited for as long as `patience_s`; what failed is
         told."""
         until_s = time.monotonic() + patience_s
-        was_given_up = False
         while True:
             writing = self._writing
             is_busy = writing is not None and writing.is_alive()
@@ -218,32 +218,36 @@ class Keeper:
             failed, busy, interval, over = self._summed(flags)
             if not busy:
                 break
-            if failed and not was_given_up:
-                was_given_up = True
+            if failed and writing is not None and not writing.is_given_up.is_set():
+                writing.is_given_up.set()
                 until_s = max(until_s, time.monotonic() + GIVING_UP_S)
-                if writing is not None:
-                    writing.is_given_up.set()
             elif over:
-                if failed and not self._told_busy:
+                if failed:
                     self._tell_failure()
                 return False
             time.sleep(POLL_S)
         if failed:
             self._tell_failure()
+            self._remove_rest()
         if interval:
             self._frequency.interval = int(interval)
         self._writing = None
         return True
 
     def _tell_failure(self) -> None:
-        mine = self._writing.error if self._writing is not None else None
-        said = self._of_all(mine or "")
+        """Once for each save."""
+        if self._told_failure:
+            return
+        self._told_failure = True
         assert self._save is not None
-        texts = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text and "another rank" not in text]
-        self._note(
-            f"step {self._save.step} could not be saved: {'; '.join(texts)}; earlier commits are as they were"
-        )
-        if self._is_first and not (self._writing and self._writing.is_alive()) and not self._save.is_committed:
+        said = self._of_all(self._writing.error or "" if self._writing is not None else "")
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text and text != OTHER_FAILED]
+        what = f"step {self._save.step} could not be saved: {'; '.join(texts)}"
+        self._note(f"{what}; earlier commits are as they were")
+
+    def _remove_rest(self) -> None:
+        """Of a save that failed, when nobody writes it any more."""
+        if self._is_first and self._save is not None and not self._save.is_committed:
             with suppress(OSError):
                 shutil.rmtree(self._save.path)
 

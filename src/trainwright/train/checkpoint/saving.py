@@ -30,6 +30,10 @@ POLL_S = 0.005
 """How often the first rank looks for parts of the others."""
 
 
+OTHER_FAILED = "another rank has failed"
+"""Why the first rank gave up: no failure of its own."""
+
+
 class Late(Exception):
     """A rank did not write its part in time."""
 
@@ -128,7 +132,7 @@ def _awaited(save: Save, rank: int, writing: Writing, deadline_s: float) -> Part
         except Damaged as error:
             raise Late(str(error)) from None
         if writing.is_given_up.is_set():
-            raise Late("another rank has failed")
+            raise Late(OTHER_FAILED)
         if time.monotonic() > until_s:
             raise Late(f"rank {rank} has not written its part within {deadline_s:g} s")
         time.sleep(POLL_S)
