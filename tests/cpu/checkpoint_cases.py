@@ -138,10 +138,10 @@ def layouts_of(family: str) -> list[tuple[int, str]]:
 
 
 def sources_of(family: str, world: int, name: str) -> list[tuple[int, str]]:
-    """Whose commits a layout loads: its own, the plain one's, and some others', so that each is loaded by some."""
+    """Whose commits a layout loads: its own, the plain one's, and another's, so that each is loaded by some."""
     everyone = layouts_of(family)
-    at = everyone.index((world, name))
-    return list(dict.fromkeys(everyone[(at + step) % len(everyone)] for step in (0, -at, 1, 3, 7)))
+    at, further = everyone.index((world, name)), 3 if len(everyone) > 3 else 1
+    return list(dict.fromkeys(everyone[(at + step) % len(everyone)] for step in (0, -at, further)))
 
 
 def run_of(family: str, world: int, name: str) -> Run:

@@ -1,4 +1,4 @@
-"""Storage that is full or hangs holds up no step and loses no commit, and is told with its rank at the next save."""
+"""Storage that is full or hangs holds up no step and loses no commit, and is told with its rank."""
 
 import json
 from typing import Any
@@ -8,6 +8,7 @@ from checkpoint_faults import BAD_STEP, STEPS
 from launching import run_ranks
 
 from trainwright.spec.checkpointing import Checkpointing
+from trainwright.spec.errors import InvalidSpec
 from trainwright.train.checkpoint.frequency import FIRST_STEPS, WARM_UP, Frequency
 
 
@@ -100,3 +101,17 @@ def test_the_interval_grows_while_steps_are_slowed_down() -> None:
     assert 3 * 0.3 / intervals[-1] <= 0.1
     assert 3 * 0.3 / (intervals[-1] - 2) > 0.1 - 0.02
     assert WARM_UP < FIRST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"every_steps": 3, "overhead_bound": 0.1}, "overhead_bound=0.1: chooses the interval"),
+        ({"asynchronous": False}, "asynchronous=False: makes a step wait"),
+        ({"every_steps": 0}, "every_steps=0"),
+        ({"keep": 0}, "keep=0"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidSpec, match=complaint):
+        Checkpointing.parse(fields)

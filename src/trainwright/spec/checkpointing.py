@@ -3,9 +3,10 @@ how."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive
+from trainwright.spec.errors import reject
 
 
 class Checkpointing(Noun):
@@ -24,6 +25,17 @@ class Checkpointing(Noun):
     """Where commits lie, which all ranks can reach; empty: `checkpoints` in the run's output."""
     deadline_s: Positive = 600.0
     """After which a save that has not ended is given up, and said to be late, with the rank that is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Checkpointing":
+        bound = self.overhead_bound
+        if self.every_steps is not None and bound != type(self).model_fields["overhead_bound"].default:
+            why = f"chooses the interval, which every_steps={self.every_steps} fixes; leave one of them out"
+            reject("overhead_bound", bound, why)
+        if self.every_steps is None and not self.asynchronous:
+            why = "makes a step wait for the files, which overhead_bound does not count; set every_steps"
+            reject("asynchronous", False, why)
+        return self
 
 
 class SavedStep(Noun):

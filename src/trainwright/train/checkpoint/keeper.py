@@ -147,10 +147,8 @@ class Keeper:
         patience_s = self.policy.deadline_s if is_last or not self.policy.asynchronous else 0.0
         if not self._ended(patience_s):
             if not self._told_busy:
-                late = "is still being written, so that of this one is not begun"
-                self._note(
-                    f"step {position.step} is not saved: step {self._save.step if self._save else 0} {late}"
-                )
+                earlier = self._save.step if self._save is not None else 0
+                self._note(f"step {position.step} is not saved: step {earlier} is still being written")
             self._told_busy = True
         else:
             self._begin(position)
