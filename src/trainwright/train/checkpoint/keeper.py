@@ -73,6 +73,8 @@ class Keeper:
     _save: Save | None = None
     _told_busy: bool = False
     _told_failure: bool = False
+    _next_interval: int = 0
+    """What the first rank made of the last save; 0: nothing yet."""
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -116,7 +118,8 @@ class Keeper:
         manifest: Manifest | None = None
         complaint, refusal = "", ""
         try:
-            manifest = save.look_over()
+            # A rank looks at what it reads; the first one at what nobody reads too.
+            manifest = save.look_over() if self._is_first else save.manifest()
             where = str(self.root / save.name)
             require_same_run(manifest.run, self.trainer.run, where)
             require_same_data(manifest, self.mark, self.trainer.run.data.path, where)
@@ -159,19 +162,19 @@ class Keeper:
             reject("checkpoint.directory", str(self.root), what)
 
     def _begin(self, position: Position) -> None:
-        begun_s = time.perf_counter()
         mesh = self.trainer.mesh
         if self._plan is None or self._snapshot is None:
             self._plan = planned(held_blocks(self.trainer), mesh.rank, mesh.layout.world)
             self._snapshot = Snapshot(self._plan.files, mesh.device)
-        copied_s = time.perf_counter()
+        begun_s = time.perf_counter()
         self._snapshot.take(held_blocks(self.trainer))
-        now_s = time.perf_counter()
+        blocked_s = time.perf_counter() - begun_s
         self._save = save_of(self.root, position.step, self.generation)
         self._told_busy = self._told_failure = False
-        self._writing = Writing(partial(self._written, self._save, position, now_s - copied_s))
+        self._next_interval = 0
+        self._writing = Writing(partial(self._written, self._save, position, blocked_s))
         self._writing.start()
-        self._frequency.saved(now_s - begun_s)
+        self._frequency.saved(blocked_s)
 
     def _written(self, save: Save, position: Position, snapshot_s: float, writing: Writing) -> None:
         """What the thread does."""
@@ -207,12 +210,11 @@ class Keeper:
             writing = self._writing
             is_busy = writing is not None and writing.is_alive()
             has_failed = writing is not None and not is_busy and writing.error is not None
-            interval = 0.0
-            if self._is_first and writing is not None and not is_busy:
-                interval = float(self._frequency.next_interval(writing.whole_s))
+            if self._is_first and writing is not None and not is_busy and not self._next_interval:
+                self._next_interval = self._frequency.next_interval(writing.whole_s)
             # The first rank's clock counts for all, so that they agree on when to stop.
             is_over = self._is_first and time.monotonic() > until_s
-            flags = [float(has_failed), float(is_busy), interval, float(is_over)]
+            flags = [float(has_failed), float(is_busy), float(self._next_interval), float(is_over)]
             failed, busy, interval, over = self._summed(flags)
             if not busy:
                 break
@@ -240,8 +242,10 @@ class Keeper:
         assert self._save is not None
         said = self._of_all(self._writing.error or "" if self._writing is not None else "")
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text and text != OTHER_FAILED]
-        what = f"step {self._save.step} could not be saved: {'; '.join(texts)}"
-        self._note(f"{what}; earlier commits are as they were")
+        what = "is saved, but what is older could not be removed"
+        if not self._save.is_committed:
+            what = "could not be saved, and earlier commits are as they were"
+        self._note(f"step {self._save.step} {what}: {'; '.join(texts)}")
 
     def _remove_rest(self) -> None:
         """Of a save that failed, when nobody writes it any more."""
