@@ -65,11 +65,15 @@ def state_of(mib: int) -> list[Held]:
 
 
 def plain_read(save: Save, part: Part, scratch: memoryview) -> None:
-    """The same bytes in the same blocks, without digests."""
+    """The same bytes by the same calls, without digests."""
     for file in part.files:
-        with (save.path / file.name).open("rb", buffering=0) as opened:
-            while opened.readinto(scratch):
-                pass
+        descriptor = os.open(save.path / file.name, os.O_RDONLY)
+        for piece in part.pieces:
+            if piece.file == file.name:
+                for start in range(0, piece.length_bytes, BLOCK_BYTES):
+                    length = min(BLOCK_BYTES, piece.length_bytes - start)
+                    os.preadv(descriptor, [scratch[:length]], piece.offset_bytes + start)
+        os.close(descriptor)
 
 
 def resident_bytes() -> int:
