@@ -14,6 +14,7 @@ import typer
 from trainwright import __version__
 from trainwright.cli import (
     calibrate,
+    checkpoints,
     clusters,
     compare,
     demo,
@@ -34,7 +35,7 @@ from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("verify", "trace", "validate", "models", "clusters", "demo"),
+    *("checkpoints", "verify", "trace", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -74,6 +75,7 @@ app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
 app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)

@@ -149,7 +149,8 @@ def _tried(run: "Run", values: dict[str, list], steps: int) -> "Trials":
             progress.show(said, at / len(points))
             out = Path(directory) / str(at)
             try:
-                trained(varied(run, point), steps, out, lambda what, done: None)
+                # Nothing is saved: a trial must not go on from another one's checkpoint.
+                trained(varied(run, point).changed(checkpoint=None), steps, out, lambda what, done: None)
                 trials.append(Trial(values=point, comparison=compared(out)))
             except InvalidSpec as error:
                 untrained.append(Untrained(point, str(error)))

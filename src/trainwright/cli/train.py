@@ -39,7 +39,11 @@ def train(
         typer.Option(min=1, help="Stop after so many; without it the run's token budget says how many."),
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Gets run.toml, metrics.jsonl and ledger.jsonl.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Gets run.toml, metrics.jsonl, ledger.jsonl and checkpoints; a run that left some here goes on.",
+        ),
     ] = Path("out/run"),
     assignments: Assignments = None,
     as_json: AsJson = False,
@@ -103,7 +107,8 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
 @contextmanager
 def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator[None]:
     """Leave nothing new where a run ends before its first step: what is wrong with data, say, workers find."""
-    was_there, before = out.is_dir(), set(out.glob("*"))
+    was_there, before, kept = out.is_dir(), set(out.glob("*")), out / "run.toml"
+    earlier = kept.read_bytes() if kept.is_file() else None
     try:
         yield
     except BaseException:
@@ -112,6 +117,8 @@ def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator
                 shutil.rmtree(made) if made.is_dir() else made.unlink()
             if not was_there and out.is_dir():
                 out.rmdir()
+            if earlier is not None:
+                kept.write_bytes(earlier)
         raise
 
 
@@ -155,19 +162,28 @@ def require_machine(run: "Run") -> None:
 
 
 def require_own_directory(run: "Run", out: Path) -> None:
-    """Refuse a directory that holds another run."""
+    """Refuse a directory that holds another run, unless commits lie there from which this one can go on."""
     from trainwright.cli import files
     from trainwright.spec.errors import InvalidSpec, reject
     from trainwright.spec.run import Run
+    from trainwright.train.checkpoint.directory import FOLDER, saves_in
 
     kept = out / "run.toml"
-    if kept.exists():
-        try:
-            other = files.read_noun(kept, Run).hash
-        except InvalidSpec:
-            other = "unreadable"
-        if other != run.hash:
-            reject("--out", str(out), f"holds another run ({other}); name a new directory, or remove it")
+    if not kept.exists():
+        return
+    try:
+        other = files.read_noun(kept, Run)
+    except InvalidSpec:
+        reject("--out", str(out), "holds another run (unreadable); name a new directory, or remove it")
+    if other.hash == run.hash:
+        return
+    directory = out / FOLDER if run.checkpoint is None else Path(run.checkpoint.directory or out / FOLDER)
+    if any(save.is_committed for save in saves_in(directory)):
+        from trainwright.train.checkpoint.identity import require_same_run
+
+        require_same_run(other.plain(), run, str(out))
+        return
+    reject("--out", str(out), f"holds another run ({other.hash}); name a new directory, or remove it")
 
 
 def keep_run(run: "Run", out: Path) -> None:
@@ -196,15 +212,22 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     from trainwright.train.loop import train as carry_out
     from trainwright.train.mesh import Worker, leave
 
+    is_kept = stream
+
     def on_step(record: "StepRecord") -> None:
+        nonlocal is_kept
         if stream:
             tell(record.plain())
         else:
-            if record.step == 1:
+            if not is_kept:
                 keep_run(run, out)  # a run that was refused leaves nothing
+                is_kept = True
             typer.echo(
                 f"step {record.step} of {steps}, loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s"
             )
+
+    def on_note(text: str) -> None:
+        typer.echo(f"{NOTE}{text}", err=True)
 
     first = Worker.from_environment().rank == 0
     if first and not stream:
@@ -213,7 +236,7 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
         said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
         typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
     try:
-        carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step)
+        carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step, on_note=on_note)
     except InvalidSpec:
         # All ranks find the same wrong: the first says it, and torchrun ends the others meanwhile.
         time.sleep(0.0 if first else AFTER_THE_FIRST_S)

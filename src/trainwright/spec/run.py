@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainwright.spec.base import Count, Noun
+from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import reject
 from trainwright.spec.layout import Layout
@@ -62,6 +63,8 @@ class Run(Noun):
     data: DataSpec = DataSpec()
     budget: Budget | None = None
     """None: open-ended; `train --steps` says how far."""
+    checkpoint: Checkpointing | None = None
+    """None: nothing is saved on the way."""
     model: ModelSpec
     cluster: ClusterSpec
 

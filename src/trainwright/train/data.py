@@ -94,10 +94,13 @@ class PackedDataset:
         window = permuted(position, self.num_windows, f"{self.seed}/{epoch}")
         return self.shards.window(window * self.seq_len, self.seq_len + 1)
 
-    def batch(self, step: int, *, global_batch: int, micro_batch: int, dp_rank: int, dp: int) -> Batch:
-        """What data-parallel rank `dp_rank` of `dp` trains on in step `step`, counted from 0."""
+    def batch(
+        self, step: int, *, global_batch: int, micro_batch: int, dp_rank: int, dp: int, origin: int = 0
+    ) -> Batch:
+        """What data-parallel rank `dp_rank` of `dp` trains on in step `step`, counted from 0, where step 0 begins
+        with sample `origin` (which is below 0 where earlier steps were smaller)."""
         per_rank = global_batch // dp
-        first = step * global_batch + dp_rank * per_rank
+        first = origin + step * global_batch + dp_rank * per_rank
         tokens = torch.from_numpy(np.stack([self.sample(first + at) for at in range(per_rank)]))
         inputs_BS = tokens[:, :-1].contiguous()
         documents_BS = None if self.end_of_document is None else documents_of(inputs_BS, self.end_of_document)

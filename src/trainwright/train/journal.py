@@ -5,6 +5,7 @@ is cut off again, and the run ends with one line that names the file. `train/loo
 """
 
 import io
+import json
 import os
 import stat
 import time
@@ -13,7 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
+from tensorboard.compat.proto.event_pb2 import (  # made by protobuf
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -24,13 +28,15 @@ METRICS, LEDGER, BOARD = "metrics.jsonl", "ledger.jsonl", "tensorboard"
 
 
 class AppendOnly:
-    """A new file that grows by whole pieces; raises `InvalidSpec` where it can't."""
+    """A file that grows by whole pieces, from its first `kept_bytes` on; raises `InvalidSpec` where it can't."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept_bytes: int = 0) -> None:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                os.ftruncate(self._descriptor, kept_bytes)
         except OSError as error:
             refuse(path, error)
 
@@ -50,13 +56,18 @@ class AppendOnly:
 
 
 class Journal:
-    """Open for the length of a run; its files replace those of an earlier run in the same directory."""
+    """Open for the length of a run. Where `steps_done` is above 0 the run goes on, and lines of those steps are
+    kept; else its files replace those of an earlier run in the same directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, steps_done: int = 0) -> None:
         self._directory = directory
-        self._metrics = AppendOnly(directory / METRICS)
+        self._metrics = AppendOnly(directory / METRICS, _bytes_of_steps(directory / METRICS, steps_done))
         self._board = AppendOnly(directory / BOARD / f"events.out.tfevents.{int(time.time())}.trainwright")
         self._append_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if steps_done:
+            # TensorBoard drops what an earlier file says of later steps.
+            started = SessionLog(status=SessionLog.START)
+            self._append_event(Event(wall_time=time.time(), step=steps_done + 1, session_log=started))
         try:
             (directory / LEDGER).unlink(missing_ok=True)
         except OSError as error:
@@ -98,6 +109,21 @@ class Journal:
         framed = io.BytesIO()
         RecordWriter(framed).write(event.SerializeToString())
         self._board.append(framed.getvalue())
+
+
+def _bytes_of_steps(path: Path, steps_done: int) -> int:
+    """Of the whole lines at the file's beginning that are of steps up to `steps_done`."""
+    kept = 0
+    if steps_done and path.is_file():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                break
+            if not line.endswith(b"\n") or step > steps_done:
+                break
+            kept += len(line)
+    return kept
 
 
 def refuse(path: Path, error: OSError) -> NoReturn:

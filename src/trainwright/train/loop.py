@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from trainwright.spec.errors import reject
 from trainwright.spec.model import FlopConvention
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
+from trainwright.train.checkpoint.identity import mark_of
+from trainwright.train.checkpoint.keeper import Keeper, Position, directory_of, keeping
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch, PackedDataset
 from trainwright.train.door import require_trainable
 from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
-from trainwright.train.parallelize import StepResult, Trainer, parallelize
+from trainwright.train.parallelize import StepResult, parallelize
 from trainwright.train.shards import INDEX, open_shards
 from trainwright.train.watch import Watch
 
@@ -40,14 +43,17 @@ def train(
     out_dir: Path,
     steps: int | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train `run` on this rank for `steps`, or as long as its budget says; every rank calls it alike.
+    """Train `run` on this rank until `steps` are done, or as many as its budget says; every rank calls it alike.
+    Where commits of the run lie in its directory, it goes on from the newest that is whole.
 
     `shards` is a directory of token shards (for python-stdlib what `corpus.build_corpus` returned). Rank 0 writes
-    metrics.jsonl, TensorBoard scalars and ledger.jsonl to `out_dir`, and tells `on_step` each step. mfu is 0 where
-    the cluster has no peak for the precision.
+    metrics.jsonl, TensorBoard scalars and ledger.jsonl to `out_dir`, tells `on_step` each step, and `on_note` what
+    the user should know of checkpoints. mfu is 0 where the cluster has no peak for the precision.
 
-    Raises `InvalidSpec` for a run that can't be trained, bad data and an output that can't be written.
+    Raises `InvalidSpec` for a run that can't be trained, bad data, commits of another run and an output that can't
+    be written.
     """
     require_trainable(run.check())
     wanted = steps if steps is not None else run.steps
@@ -60,18 +66,51 @@ def train(
         # On a GPU the program runs ahead of the device, so the clock waits for it where it is read.
         clock = Clock(torch.cuda.synchronize if mesh.device.type == "cuda" else None)
         trainer = parallelize(run, mesh, clock)
-        watch = Watch(trainer, wanted)
-        with failing_in_turn(mesh), Journal(out_dir) if mesh.rank == 0 else nullcontext() as journal:
-            for step in range(wanted):
-                lr = learning_rate(run.recipe.optimizer, step, max(wanted, run.steps or 0))
-                result = _step(trainer, dataset, watch, step, lr)
-                if journal is not None:
-                    record = _step_record(run, watch, step, lr, result)
-                    journal.step(record)
-                    on_step(record)
-            records = _on_rank_0(watch.record(), mesh)
+        keeper = Keeper(
+            trainer,
+            directory_of(run.checkpoint, out_dir),
+            run.checkpoint,
+            mark_of(dataset.shards),
+            schedule_steps=max(wanted, run.steps or 0),
+            tell=on_note,
+        )
+        with failing_in_turn(mesh), keeping(keeper):
+            start = keeper.resume()
+            if start.step >= wanted:
+                if mesh.rank == 0:
+                    on_note(f"all {wanted} steps are done; train further with --steps or a larger budget")
+                return
+            _train_on(
+                keeper, dataset, start, wanted, Journal(out_dir, start.step) if mesh.rank == 0 else None, on_step
+            )
+
+
+def _train_on(
+    keeper: Keeper,
+    dataset: PackedDataset,
+    start: Position,
+    wanted: int,
+    journal: Journal | None,
+    on_step: Callable[[StepRecord], None],
+) -> None:
+    """From `start` to the end."""
+    trainer, run = keeper.trainer, keeper.trainer.run
+    watch = Watch(trainer, wanted - start.step)
+    origin = start.samples - start.step * run.recipe.global_batch
+    with journal or nullcontext():
+        for step in range(start.step, wanted):
+            lr = learning_rate(run.recipe.optimizer, step, keeper.schedule_steps)
+            batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
+            result = watch.around(step - start.step, lambda batch=batch, lr=lr: trainer.step(batch(), lr))
             if journal is not None:
-                journal.ledger(records)
+                record = _step_record(run, watch, step, lr, result)
+                journal.step(record)
+                on_step(record)
+            done = Position(step + 1, origin + (step + 1) * run.recipe.global_batch)
+            keeper.after_step(done, watch.last_step_s, is_last=step + 1 == wanted)
+        records = _on_rank_0(watch.record(), trainer.mesh)
+        if journal is not None:
+            journal.ledger(records)
 
 
 def _dataset(run: Run, directory: Path) -> PackedDataset:
@@ -93,23 +132,16 @@ def _dataset(run: Run, directory: Path) -> PackedDataset:
     return PackedDataset(shards, run.recipe.seq_len, run.recipe.seed, end)
 
 
-def _step(trainer: Trainer, dataset: PackedDataset, watch: Watch, step: int, lr: float) -> StepResult:
-    run, dp_rank = trainer.run, trainer.mesh.coordinate.dp
-
-    def body() -> StepResult:
-        return trainer.step(batch_of(run, dataset, step, dp_rank), lr)
-
-    return watch.around(step, body)
-
-
-def batch_of(run: Run, dataset: PackedDataset, step: int, dp_rank: int) -> Batch:
-    """What a data-parallel rank trains on in step `step`, counted from 0."""
+def batch_of(run: Run, dataset: PackedDataset, step: int, dp_rank: int, origin: int = 0) -> Batch:
+    """What a data-parallel rank trains on in step `step`, counted from 0; `origin` is the sample that step 0 would
+    have begun with, had all steps before been of this run's size."""
     return dataset.batch(
         step,
         global_batch=run.recipe.global_batch,
         micro_batch=run.recipe.micro_batch,
         dp_rank=dp_rank,
         dp=run.layout.dp,
+        origin=origin,
     )
 
 

@@ -1,0 +1,40 @@
+"""A run's checkpoints for people: a row each, and what is wrong with those that are damaged."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+
+from trainwright.present.parts import headline, section, table
+from trainwright.spec.checkpointing import SavedStep
+from trainwright.spec.units import bytes_text, seconds_text
+
+
+def checkpoints_view(directory: str, saves: Sequence[SavedStep], *, verified: bool) -> RenderableType:
+    """The newest first. `verified`: every byte was read."""
+    columns = [("step", ">"), ("generation", ">"), ("", "<"), ("size", ">"), ("ranks", ">"), ("layout", "<")]
+    columns += [("step waited", ">"), ("written in", ">")]
+    rows = [
+        [
+            f"{each.step}",
+            f"{each.generation}",
+            each.state,
+            *(
+                [
+                    bytes_text(each.num_bytes),
+                    f"{each.ranks}",
+                    each.layout or "one rank",
+                    seconds_text(each.blocked_s),
+                    seconds_text(each.write_s),
+                ]
+                if each.state == "whole"
+                else ["-"] * 5
+            ),
+        ]
+        for each in saves
+    ]
+    how = "every byte read" if verified else "names and lengths looked at; --verify reads every byte"
+    parts = [headline(f"{len(saves)} in {directory}", how), "", table(columns, rows)]
+    wrong = [[f"{each.step}", each.complaint] for each in saves if each.complaint]
+    if wrong:
+        parts.append(section("Not whole", table([("step", ">"), ("", "<")], wrong)))
+    return Group(*parts)
