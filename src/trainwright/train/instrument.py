@@ -70,11 +70,13 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # DTensor turns it into operators on plain tensors, which come back here.
         result = func(*args, **(kwargs or {}))
         for output in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(output, torch.Tensor):
-                storage = output.untyped_storage()
-                if storage.device.type == "cpu":  # DTensor plans with tensors that say cpu and have no bytes.
-                    self._watch(storage)
+            if isinstance(output, torch.Tensor) and self._counts(output):
+                self._watch(output.untyped_storage())
         return result
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether it has bytes: DTensor plans with tensors that say cpu and have none."""
+        return tensor.untyped_storage().device.type == "cpu"
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that is new or has another size than before."""

@@ -6,7 +6,7 @@ projection, where the row is narrow. `model/routing.py` says who goes where.
 
 Three places are left open to forms that spread experts over ranks: `MixtureOfExperts.send`, the way of rows to
 experts and back; `Experts.forward`, what experts make of rows; `MixtureOfExperts.over_sequence`, what a part of a
-sequence has to know of the rest.
+sequence has to know of the rest. A fourth, `MixtureOfExperts.choose`, is for a run without numbers.
 """
 
 from collections.abc import Callable
@@ -169,6 +169,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
         self.register_buffer("balance_bias", torch.zeros(mlp.num_experts) if mlp.balance_bias else None)
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
+        self.choose: Callable[[torch.Tensor, torch.Tensor | None, MoeMlp], torch.Tensor] = chosen_experts
+        """From scores and the bias that steers the choice to the chosen experts of each token."""
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
         self.send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Way] = Stay
@@ -217,7 +219,7 @@ class MixtureOfExperts(nn.Module):
         """Experts and weights of each token, and which of them are within the capacity (None: all)."""
         mlp = self.mlp
         scores_BSX = scores_of(self.router(x_BSD), mlp)
-        expert_BSC = chosen_experts(scores_BSX, self.balance_bias, mlp)
+        expert_BSC = self.choose(scores_BSX, self.balance_bias, mlp)
         weight_BSC = weights_of(scores_BSX, expert_BSC, mlp)
         if self.balance_bias is not None and self.training and not _in_backward():
             self.load_X += expert_BSC.flatten().bincount(minlength=mlp.num_experts)

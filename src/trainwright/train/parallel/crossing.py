@@ -80,13 +80,13 @@ class _KeptPart:
 
     def __init__(self, crossing: Crossing, part_BSD: torch.Tensor, whole_BSD: torch.Tensor) -> None:
         self._crossing, self._part_BSD = crossing, part_BSD
-        self._storage = whole_BSD.untyped_storage().data_ptr()
+        self._storage = whole_BSD.untyped_storage()._cdata
         self._saved = self._taken = 0
         self._whole_BSD: torch.Tensor | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | torch.Size:
         """Saved by an operation: kept as it is, or only its shape where it is the gathered input."""
-        if tensor.untyped_storage().data_ptr() != self._storage:
+        if tensor.untyped_storage()._cdata != self._storage:
             return tensor
         self._saved += 1
         return tensor.shape
