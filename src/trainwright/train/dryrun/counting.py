@@ -1,0 +1,133 @@
+"""What a step computes, keeps and holds, counted operator by operator; on fake tensors and on real ones alike.
+
+FLOPs        of every matmul and attention, two for a multiplication and an addition. Of attention's kernels those
+             of the keys that a causal mask leaves, s (s + 1) / 2 of s^2, forward once and backward 2.5 times (the
+             scores are made again, arXiv:2205.14135 s3.1); of one with a mask that is a tensor, all keys
+saved bytes  storages that a forward act made and that live on when it is over, by the module and the operator
+             that made them; what a recomputed layer or a gathered input gives up is not among them
+live bytes   of all storages, from the parameters on: the most in each act
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from trainwright.train.instrument import LiveBytes
+from trainwright.train.trace.places import Places
+
+FORWARD_KERNELS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+BACKWARD_KERNELS = tuple(f"{name}_backward" for name in FORWARD_KERNELS)
+
+
+class FlopsKey(NamedTuple):
+    """What FLOPs are counted by."""
+
+    phase: str
+    where: str
+    """Module or, outside of modules, what stands in its place."""
+    operation: str
+
+
+class SavedKey(NamedTuple):
+    where: str
+    operator: str
+
+
+class Counting(LiveBytes):
+    """Counts while it is on, knowing from `places` where the rank is. fake: the mode of the tensors that count;
+    None: real ones do."""
+
+    def __init__(
+        self, storages: Iterable[torch.UntypedStorage], places: Places, fake: FakeTensorMode | None = None
+    ) -> None:
+        self._fake, self._places = fake, places
+        self._act: str | None = None
+        self._born: dict[int, SavedKey] = {}
+        """In the forward act that is under way."""
+        self._operator = ""
+        self.flops: Counter[FlopsKey] = Counter()
+        self.saved_bytes: Counter[SavedKey] = Counter()
+        self.acts: list[tuple[str, int, int]] = []
+        """Of each act, transfer or what is outside of them: name, bytes at its end, and at most."""
+        self._most = 0
+        super().__init__(storages)
+
+    def on_act(self, name: str | None) -> None:
+        """An act begins; or, with None, is over."""
+        self._reap()
+        if self._act is not None:
+            self.acts.append((self._act, self.bytes, self._most))
+            if self._act.startswith("F"):
+                for key, maker in self._born.items():
+                    if key in self._bytes_of:
+                        self.saved_bytes[maker] += self._bytes_of[key]
+        self._born.clear()
+        self._act, self._most = name, self.bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operator = func._opname
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented and func.namespace == "aten":
+            count = flops_of(func._opname, args, kwargs or {})
+            if count:
+                self.flops[self._flops_key(func._opname)] += count
+        return result
+
+    def _flops_key(self, name: str) -> FlopsKey:
+        phase: str = self._places.phase
+        is_forward = name in FORWARD_KERNELS
+        # Backward of an operation runs without gradients of its own; what is computed again has a graph.
+        if phase == "backward" and (is_forward or torch.is_grad_enabled()):
+            phase = "recompute"
+        is_attention = is_forward or name in BACKWARD_KERNELS
+        return FlopsKey(phase, self._places.module, "attention" if is_attention else "matmul")
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        if self._fake is None:
+            return super()._counts(tensor)
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._reap()
+        is_new = key not in self._bytes_of
+        super()._watch(storage)
+        self._most = max(self._most, self.bytes)
+        if is_new and self._act is not None:
+            self._born[key] = SavedKey(self._places.module, self._operator)
+
+
+def flops_of(name: str, args: Any, kwargs: Any) -> int:
+    """Of one operator; 0 for those that multiply no matrices."""
+    if name in ("mm", "bmm"):
+        return 2 * args[0].numel() * args[1].shape[-1]
+    if name in ("addmm", "baddbmm"):
+        return 2 * args[1].numel() * args[2].shape[-1]
+    if name == "_grouped_mm":
+        return 2 * args[0].numel() * args[1].shape[-1] if args[0].ndim == 2 else 0
+    if name in FORWARD_KERNELS:
+        query, key, value = args[:3]
+        is_causal = _argument(args, kwargs, 4, "is_causal")
+        return attention_flops(query, key, value, is_causal)
+    if name in BACKWARD_KERNELS:
+        query, key, value = args[1:4]
+        # On a GPU the lengths and the randomness stand between.
+        place = 7 if name == BACKWARD_KERNELS[0] else 11
+        forward = attention_flops(query, key, value, _argument(args, kwargs, place, "is_causal"))
+        return forward * 5 // 2
+    return 0
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return kwargs[name] if name in kwargs else args[place] if len(args) > place else False
+
+
+def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> int:
+    """Of scores and values, (B, N, S, H) each."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
+    return 2 * batch * heads * pairs * (width + value.shape[-1])
