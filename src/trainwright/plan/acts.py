@@ -83,6 +83,8 @@ class Clock:
         launches: list[Floats | float] = [0.0, 0.0]
         launch_s = self.table.cluster.rates.launch_s
         for one in timed:
+            if isinstance(one.each, Collective) and one.each.absent & marks:
+                continue
             _add(acts.forward, one.cause, one.forward)
             _add(acts.input, one.cause, one.input)
             _add(acts.weight, one.cause, one.weight)

@@ -11,7 +11,7 @@ from trainwright.plan.linear import NORM, casts, of, projection
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
-from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, mean_keys
+from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, seen_keys
 
 CORE = FULL | marks("attention")
 UP = FULL | marks("latent_up")
@@ -109,7 +109,8 @@ def _core(
 ) -> tuple[Operation, ...]:
     attention, recipe = layer.attention, table.recipe
     fused = recipe.attention_kernel != "unfused"
-    keys = mean_keys(recipe.seq_len, attention.sliding_window, causal=fused)
+    # Without flash attention all keys are computed, masked ones too.
+    keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * attention.score_flops_per_key / table.columns.tp
     out = Saved(out_bytes, FULL)
     if fused:

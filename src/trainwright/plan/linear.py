@@ -82,19 +82,22 @@ def entry(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
     for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
-        backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
-        gather = Collective(f"{where} in", "tp", ("all_gather",), backward, message, again)
-        return (gather, _reorder(table, message, forward=1, backward=2))
+        gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
+        # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
+        once_more = Collective(f"{where} in once more", "tp", (), ("all_gather",), message, absent=again)
+        return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
 
 
-def leave(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
-    """Out of a tensor-parallel region: partial sums are added up."""
+def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:
+    """Out of a tensor-parallel region: partial sums are added up. ends: it is the last of what is recomputed under
+    these marks."""
+    last = {"ends_branch": bool(ends), "again_anew": ends}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
-        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again)
+        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)
         return (_reorder(table, message, forward=1, backward=1), scatter)
-    return (Collective(f"{where} out", "tp", ("all_reduce",), (), message, again),)
+    return (Collective(f"{where} out", "tp", ("all_reduce",), (), message, again, **last),)
 
 
 def _reorder(table: Table, message: Floats, *, forward: int, backward: int) -> Elementwise:

@@ -25,18 +25,19 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     width = mlp.d_ff / table.columns.tp
     d_model = table.model.d_model
     # Shared experts read what the router has saved.
-    first = where != SHARED
-    up = projection(table, "up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
-    gate = projection(table, "gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
-    down = Matmul("down", table.tokens, width, of(table, d_model), again=FULL)
+    first, of_shared = where != SHARED, "shared " if where == SHARED else ""
+    up = projection(table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
+    gate = projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
+    name, ends = f"{of_shared}down", {"ends_branch": True, "again_anew": whole}
+    down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
     return (
-        *entry(table, where, FULL),
+        *entry(table, where, whole),
         *up,
         *gate,
         activation(table, table.tokens * width, gated=mlp.gated, whole=whole),
         *casts(table, down),
         down,
-        *leave(table, where, FULL),
+        *leave(table, where, FULL, ends=whole),
     )
 
 
@@ -79,7 +80,7 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
     permute = Elementwise("permute", moved, moved, again=MOE, kernels=6)
     copies = mlp.top_k * (recipe.capacity_factor or 1.0)
     low_bytes = d_model * recipe.matmul_bytes if recipe.dispatch_fp8 else copy_bytes
-    out = Dispatch("dispatch", tokens, copies, low_bytes, copy_bytes, MOE)
+    out = Dispatch("dispatch", tokens, copies, low_bytes, copy_bytes, MOE, mlp.num_experts)
     back = Dispatch("combine", tokens, copies, copy_bytes, low_bytes, MOE)
     return (
         router,

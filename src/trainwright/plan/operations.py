@@ -49,6 +49,11 @@ class Matmul:
     has_bias: bool = False
     shares_input: bool = False
     """Reads what another matmul reads too, and keeps."""
+    ends_branch: bool = False
+    """Nothing of what is recomputed comes after it. The trainer's recomputation ends before it, unless it makes
+    the graph anew; other programs' runs it again, and so it is timed."""
+    again_anew: int = 0
+    """Of one that ends a branch: the marks under which it runs again where the graph is made anew."""
 
     @cached_property
     def forward_flops(self) -> Floats:
@@ -114,6 +119,17 @@ class Collective:
     again: int = 0
     over_experts: bool = False
     """Among the etp ranks that share an expert, which stand where tp ranks do."""
+    absent: int = 0
+    """The marks under which it isn't there."""
+    core: int = 0
+    """The marks under which attention's core, and so what a ring brings it, runs again."""
+    parts: int = 1
+    """Messages of that size."""
+    is_precise: bool = False
+    """In fp32 at least, as statistics are."""
+    ends_branch: bool = False
+    again_anew: int = 0
+    """As of `Matmul`."""
 
     saved = ()
     launches = (0, 0)  # its latency is all of it
@@ -131,6 +147,8 @@ class Dispatch:
     """Of one copy of one token."""
     backward_bytes: float
     again: int = 0
+    num_experts: int = 0
+    """Whose numbers of rows travel first."""
 
     saved = ()
     launches = (1, 1)

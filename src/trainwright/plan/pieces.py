@@ -110,7 +110,7 @@ def _loss_operations(
     saved = (Saved(input_bytes),)
     matmul = Matmul("head", table.tokens, of(table, model.d_model), vocab, saved, in_low_precision=False)
     # Where the vocabulary is cut, its ranks exchange two numbers per token.
-    exchange = Collective("loss", "tp", ("all_gather",), (), 2 * max(size, 4) * table.tokens * tp)
+    exchange = Collective("loss", "tp", ("all_gather",), (), 2 * max(size, 4) * table.tokens * tp, is_precise=True)
     operations = (norm(table), *entry(table, "head"), matmul, exchange, loss)
     if table.recipe.loss_chunks > 1:
         # A piece's gradient is made right after its loss, so that its logits are alive for a moment only.

@@ -1,8 +1,8 @@
 """What a step computes, keeps and holds, counted operator by operator; on fake tensors and on real ones alike.
 
 FLOPs        of every matmul and attention, two for a multiplication and an addition. Of attention's kernels those
-             of the keys that a causal mask leaves, s (s + 1) / 2 of s^2, forward once and backward 2.5 times (the
-             scores are made again, arXiv:2205.14135 s3.1); of one with a mask that is a tensor, all keys
+             of the keys that a mask leaves, s (s + 1) / 2 of s^2 where it is causal, forward once and backward 2.5
+             times (the scores are made again, arXiv:2205.14135 s3.1); of documents' masks, all keys
 saved bytes  storages that a forward act made and that live on when it is over, by the module and the operator
              that made them; what a recomputed layer or a gathered input gives up is not among them
 live bytes   of all storages, from the parameters on: the most in each act
@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from trainwright.train.dryrun.fabric import value_of
 from trainwright.train.instrument import LiveBytes
 from trainwright.train.trace.places import Places
 
@@ -109,15 +110,13 @@ def flops_of(name: str, args: Any, kwargs: Any) -> int:
     if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1] if args[0].ndim == 2 else 0
     if name in FORWARD_KERNELS:
-        query, key, value = args[:3]
         is_causal = _argument(args, kwargs, 4, "is_causal")
-        return attention_flops(query, key, value, is_causal)
+        return attention_flops(*args[:3], is_causal, kwargs.get("attn_mask"))
     if name in BACKWARD_KERNELS:
-        query, key, value = args[1:4]
         # On a GPU the lengths and the randomness stand between.
         place = 7 if name == BACKWARD_KERNELS[0] else 11
-        forward = attention_flops(query, key, value, _argument(args, kwargs, place, "is_causal"))
-        return forward * 5 // 2
+        is_causal = _argument(args, kwargs, place, "is_causal")
+        return attention_flops(*args[1:4], is_causal, kwargs.get("attn_mask")) * 5 // 2
     return 0
 
 
@@ -125,9 +124,15 @@ def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
     return kwargs[name] if name in kwargs else args[place] if len(args) > place else False
 
 
-def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> int:
+def attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, mask: torch.Tensor | None
+) -> int:
     """Of scores and values, (B, N, S, H) each."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
+    numbers = None if mask is None else value_of(mask)
+    if numbers is not None and numbers.ndim == 2:
+        with unset_fake_temporarily():
+            pairs = int((numbers if numbers.dtype == torch.bool else numbers == 0).sum())
     return 2 * batch * heads * pairs * (width + value.shape[-1])

@@ -8,8 +8,8 @@ A program on fake tensors may still ask for numbers. Three rules answer it:
     a number read off      1, of the type that is asked for (the loss, the gradient's norm, ...)
     choices of experts     token t takes experts (t * top_k + c) mod X, c = 0 .. top_k - 1: as even as may be, and
                            the same on every rank (`even_choice`)
-    whole numbers          what follows from those choices alone (lengths, orders, places) is computed beside the
-                           fake tensors; what other ranks send of it is what this one would send them
+    what follows of it     lengths, orders, places, and what follows from positions alone (masks, tables), is
+                           computed beside the fake tensors; what other ranks send of it is what this one sends
 """
 
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ class Fabric(TorchDispatchMode):
         return _remembered(func(*args, **kwargs), known)
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result in numbers, where all that it is made of is known, and whole numbers."""
+        """The result in numbers, where all that it is made of is known."""
         if func.namespace != "aten":
             return None
         leaves, _ = tree_flatten((args, kwargs))
@@ -88,26 +88,22 @@ class Fabric(TorchDispatchMode):
                 return None
             if max((each for each in leaves if _is_number(each)), default=0) > MOST_KNOWN:
                 return None
-        elif not all(_value_of(each) is not None for each in tensors):
+        elif not all(value_of(each) is not None for each in tensors):
             return None
         elif max(each.numel() for each in tensors) > MOST_KNOWN:
             return None
         if tensors and func._schema.is_mutable and func._opname == "copy_":
             return None
         with unset_fake_temporarily(), torch.no_grad():
-            plain = tree_map_only(torch.Tensor, _value_of, (args, kwargs))
+            plain = tree_map_only(torch.Tensor, value_of, (args, kwargs))
             result = func(*plain[0], **plain[1])
-        if isinstance(result, (tuple, list)):
-            return result if all(_is_whole(each) for each in result) else None
-        return result if _is_whole(result) and result.numel() <= MOST_KNOWN else None
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        is_small = all(isinstance(each, torch.Tensor) and each.numel() <= MOST_KNOWN for each in parts)
+        return result if is_small else None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
 
 
 def _has_own_shape(func: Any, args: Any) -> bool:
@@ -118,7 +114,7 @@ def _has_own_shape(func: Any, args: Any) -> bool:
     )
 
 
-def _value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A fake tensor's numbers, where they are known."""
     return getattr(tensor, "_known", None) if isinstance(tensor, FakeTensor) else tensor
 
@@ -139,7 +135,7 @@ def _forget(result: Any) -> None:
 
 
 def _number(tensor: torch.Tensor) -> Any:
-    value = _value_of(tensor)
+    value = value_of(tensor)
     if value is not None:
         with unset_fake_temporarily():
             return value.item()
@@ -152,12 +148,12 @@ def _answered(func: Any, args: Any) -> Any:
     """A collective or transfer that is over: what `c10d`'s operators give back."""
     name, work = func._opname, FakeWork().boxed()
     if name == "_allgather_base_":
-        output, mine = args[0], _value_of(args[1])
+        output, mine = args[0], value_of(args[1])
         if mine is not None:
             with unset_fake_temporarily():
                 output._known = mine.flatten().repeat(output.numel() // mine.numel()).view(output.shape)
     if name == "alltoall_base_":
-        output, mine = args[0], _value_of(args[1])
+        output, mine = args[0], value_of(args[1])
         if mine is not None:
             group = dist.ProcessGroup.unbox(args[2])
             with unset_fake_temporarily():

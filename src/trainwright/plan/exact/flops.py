@@ -1,0 +1,41 @@
+"""FLOPs of a rank's step by part and phase, from the lists of operations."""
+
+from collections import Counter
+
+from trainwright.plan.exact.standing import Standing, whole
+from trainwright.plan.operations import AttentionCore, Matmul
+from trainwright.spec.counts import FlopsCount
+
+PARTS = {
+    "q_up": "query",
+    "q": "query",
+    "expert up": "experts",
+    "expert gate": "experts",
+    "expert down": "experts",
+}
+"""The planner's operations that are one module of the program."""
+
+
+def flops(standing: Standing) -> tuple[FlopsCount, ...]:
+    """Of matmuls and attention."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for piece, marks, passes in standing.pieces():
+        for each in piece.operations:
+            if not isinstance(each, (Matmul, AttentionCore)):
+                continue
+            name, forward = PARTS.get(each.name, each.name), whole(each.forward_flops) * passes
+            kind = "attention" if isinstance(each, AttentionCore) and each.is_fused else "matmul"
+            backward = 2 * forward
+            if kind == "attention":
+                backward = forward * 5 // 2
+            found["forward", name, kind] += forward
+            found["backward", name, kind] += backward
+            ends = isinstance(each, Matmul) and each.ends_branch
+            marked = each.again_anew if standing.makes_graph_anew and ends else each.again if not ends else 0
+            if marked & marks:
+                found["recompute", name, kind] += forward
+    return tuple(
+        FlopsCount.parse({"phase": phase, "part": part, "kind": kind, "flops": count})
+        for (phase, part, kind), count in sorted(found.items())
+        if count
+    )
