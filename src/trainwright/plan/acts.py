@@ -143,7 +143,7 @@ class Clock:
         if key not in self._collectives:
             size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
             self._collectives[key] = collective(self.table.cluster, op, size, members)
-        return self._collectives[key](each.message_bytes)
+        return each.parts * self._collectives[key](each.message_bytes)
 
     def _overlapped(self, timed: list[_Timed]) -> list[_Timed]:
         """The same with the communication that hides left out."""

@@ -111,7 +111,7 @@ def _core(
     fused = recipe.attention_kernel != "unfused"
     # Without flash attention all keys are computed, masked ones too.
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
-    flops = table.tokens * keys * attention.score_flops_per_key / table.columns.tp
+    flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
     out = Saved(out_bytes, FULL)
     if fused:
         statistics = Saved(4 * table.tokens * heads, CORE, is_statistic=True)
@@ -130,6 +130,14 @@ def _core(
     return (AttentionCore("attention", flops, head_width, (*kept, out), CORE, is_fused=False), softmax)
 
 
+def _score_flops_per_key(table: Table, attention: Attention) -> int:
+    """Of all heads. A CPU's fused kernel wants values as wide as keys, and gets zeros beside them."""
+    flops = attention.score_flops_per_key
+    if isinstance(attention, LatentAttention) and table.cluster.device.kind == "cpu":
+        flops += 2 * attention.num_heads * max(attention.d_nope + attention.d_rope - attention.d_value, 0)
+    return flops
+
+
 def _dealt(table: Table, attention: Attention, widths: _Widths) -> _Widths:
     """The widths once cp has dealt out heads by all_to_all: where a rank has fewer key/value heads than cp ranks,
     each of those needs one for the whole sequence, so they are sent and kept several times."""
@@ -143,12 +151,17 @@ def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:
     """What attention needs of the other cp ranks (`Recipe.cp_method`)."""
     recipe = table.recipe
     if recipe.cp_method == "all_to_all":
-        whole = table.tokens * (widths.query + widths.key + widths.value + widths.out) * recipe.compute_bytes
-        return (Collective("heads", "cp", ("all_to_all",), ("all_to_all",), whole, FULL),)
+        ways = {"forward": ("all_to_all",), "backward": ("all_to_all",), "again": FULL}
+        there = table.tokens * (widths.query + widths.key + widths.value) * recipe.compute_bytes
+        back = table.tokens * widths.out * recipe.compute_bytes
+        return (
+            Collective("heads", "cp", message_bytes=there, **ways),
+            Collective("heads back", "cp", message_bytes=back, **ways),
+        )
     # In backward once more, as only the rank's part of them is kept.
     backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
     message = whole_kv_bytes(table, widths.key + widths.value)
-    return (Collective("keys and values", "cp", ("all_gather",), backward, message, FULL),)
+    return (Collective("keys and values", "cp", ("all_gather",), backward, message, FULL, core=marks("attention")),)
 
 
 def whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainwright.plan.table import FULL, Floats
+from trainwright.plan.table import FULL, Floats, Ints
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
 
@@ -54,6 +54,8 @@ class Matmul:
     the graph anew; other programs' runs it again, and so it is timed."""
     again_anew: int = 0
     """Of one that ends a branch: the marks under which it runs again where the graph is made anew."""
+    gradients_in_forward: bool = False
+    """Its gradients are made right after it."""
 
     @cached_property
     def forward_flops(self) -> Floats:
@@ -123,7 +125,7 @@ class Collective:
     """The marks under which it isn't there."""
     core: int = 0
     """The marks under which attention's core, and so what a ring brings it, runs again."""
-    parts: int = 1
+    parts: Ints | int = 1
     """Messages of that size."""
     is_precise: bool = False
     """In fp32 at least, as statistics are."""

@@ -29,7 +29,8 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             if kind == "attention":
                 backward = forward * 5 // 2
             found["forward", name, kind] += forward
-            found["backward", name, kind] += backward
+            at_once = isinstance(each, Matmul) and each.gradients_in_forward
+            found["forward" if at_once else "backward", name, kind] += backward
             ends = isinstance(each, Matmul) and each.ends_branch
             marked = each.again_anew if standing.makes_graph_anew and ends else each.again if not ends else 0
             if marked & marks:

@@ -31,9 +31,9 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
         _add_ring(standing, messages, compute, size, passes, whole_again=again, core_again=bool(each.core & marks))
         return
     for operation in each.forward:
-        messages.add(axis, operation, compute, size, passes * (1 + again) * each.parts)
+        messages.add(axis, operation, compute, size, passes * (1 + again) * whole(each.parts))
     for operation in each.backward:
-        messages.add(axis, operation, compute, size, passes * each.parts)
+        messages.add(axis, operation, compute, size, passes * whole(each.parts))
 
 
 def _add_ring(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainwright.plan.operations import Piece
@@ -36,7 +36,10 @@ class Standing:
 
     @cached_property
     def table(self) -> Table:
-        return Table.of_run(self.run)
+        """As on a CPU, whose kernels the dry run calls."""
+        table, cluster = Table.of_run(self.run), self.run.cluster
+        device = cluster.device.model_copy(update={"kind": "cpu"})
+        return replace(table, cluster=cluster.model_copy(update={"device": device}))
 
     @property
     def at(self) -> Coordinate:

@@ -7,6 +7,7 @@ or, replicated, their gradients are summed in buckets once (`replicated.py`).
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from trainwright.plan.exact.messages import FORMATS, Messages
 from trainwright.plan.exact.standing import Chunk, Standing, whole
@@ -70,55 +71,77 @@ def add_state_messages(standing: Standing, messages: Messages) -> None:
 def _add_sharded(standing: Standing, chunk: Chunk, messages: Messages) -> None:
     recipe = standing.run.recipe
     compute, gradient = FORMATS[whole(recipe.compute_bytes)], FORMATS[whole(recipe.gradient_bytes)]
-    gathers, reduces, since = _walk(standing, chunk)
+    walk = Walk.of(standing, chunk)
     for unit in chunk_units(standing, chunk):
+        if not unit.tensors:
+            continue
         ranks, axis = shard_ranks(standing, unit.of_experts), "edp" if unit.of_experts else "dp"
         values = sum(padded(each, ranks) for each in unit.tensors)
-        messages.add(f"{axis}_shard", "all_gather", compute, values * whole(recipe.compute_bytes), gathers)
-        reduced = values * whole(recipe.gradient_bytes)
-        messages.add(f"{axis}_shard", "reduce_scatter", gradient, reduced, len(since))
-        if recipe.dp_replicate > 1:
-            messages.add(f"{axis}_replicate", "all_reduce", gradient, reduced // ranks)
-        for each in unit.tensors:
-            if each.is_partial:
-                # A gradient that was accumulated before is in the format of sums.
-                for backwards in since:
+        messages.add(f"{axis}_shard", "all_gather", compute, values * whole(recipe.compute_bytes), walk.gathers)
+        for reduction in walk.reductions:
+            # Replicas of shards keep all gradients of a unit end to end, and so reduce all every time.
+            ready = [each for each in unit.tensors if recipe.dp_replicate > 1 or reduction.backwards(each)]
+            reduced = sum(padded(each, ranks) for each in ready) * whole(recipe.gradient_bytes)
+            if ready:
+                messages.add(f"{axis}_shard", "reduce_scatter", gradient, reduced)
+            for each in unit.tensors:
+                backwards = reduction.backwards(each)
+                if each.is_partial and backwards:
+                    # A gradient that was accumulated before is in the format of sums.
                     size, name = recipe.compute_bytes, compute
                     if backwards > 1:
                         size, name = recipe.gradient_bytes, gradient
                     messages.add("tp", "all_reduce", name, each.numel * whole(size))
+        if recipe.dp_replicate > 1:
+            messages.add(f"{axis}_replicate", "all_reduce", gradient, values * whole(recipe.gradient_bytes) // ranks)
 
 
-def _walk(standing: Standing, chunk: Chunk) -> tuple[int, int, list[int]]:
-    """A chunk's units through the row: how often they are gathered and reduced, and of each reduction the
-    backwards that it sums."""
-    recipe = standing.run.recipe
-    ends = round_ends(standing.row)
-    gathers, is_there, backwards, waiting = 0, False, 0, 0
-    since: list[int] = []
-    gives_back = recipe.zero == 3 and recipe.reshard_after_forward
-    for act in standing.row:
-        if act.chunk != chunk.number:
-            continue
-        if act.kind != "W":
-            gathers += not is_there
-            is_there = True
-        if act.kind == "F":
-            is_there = not gives_back
-            continue
-        if act.kind == "I":
-            is_there = recipe.zero != 3
-            continue
-        backwards, waiting = backwards + 1, waiting + 1
-        is_last = backwards == chunk.passes
-        if is_last or recipe.zero == 3 or (recipe.zero == 2 and (act.microbatch, act.chunk) in ends):
-            since.append(waiting)
-            waiting = 0
-        if act.kind == "B":
-            is_there = not (is_last or recipe.zero == 3)
-        elif is_last:
-            is_there = False
-    return gathers, len(since), since
+class Reduction(NamedTuple):
+    """One reduction of a chunk's gradients: the backwards that are summed in it, of tensors that have theirs at
+    once, and of those that wait for the weight-gradient act."""
+
+    at_once: int
+    waiting: int
+
+    def backwards(self, tensor: Tensor) -> int:
+        return self.waiting if tensor.waits else self.at_once
+
+
+class Walk(NamedTuple):
+    """A chunk's units through the row of acts: how often they are gathered, and their reductions."""
+
+    gathers: int
+    reductions: list[Reduction]
+
+    @staticmethod
+    def of(standing: Standing, chunk: Chunk) -> "Walk":
+        recipe = standing.run.recipe
+        ends, gives_back = round_ends(standing.row), recipe.zero == 3 and recipe.reshard_after_forward
+        gathers = is_there = backwards = at_once = waiting = 0
+        reductions: list[Reduction] = []
+        for act in standing.row:
+            if act.chunk != chunk.number:
+                continue
+            if act.kind != "W":
+                gathers += not is_there
+                is_there = True
+            if act.kind == "F":
+                is_there = not gives_back
+                continue
+            at_once += act.kind != "W"
+            if act.kind == "I":
+                is_there = recipe.zero != 3
+                continue
+            backwards, waiting = backwards + 1, waiting + 1
+            is_last = backwards == chunk.passes
+            if is_last or recipe.zero == 3 or (recipe.zero == 2 and (act.microbatch, act.chunk) in ends):
+                reductions.append(Reduction(at_once, waiting))
+                at_once = waiting = 0
+            if act.kind == "B":
+                is_there = not (is_last or recipe.zero == 3)
+            elif is_last:
+                is_there = False
+        return Walk(gathers, reductions)
 
 
 def _slots(standing: Standing) -> Iterator[tuple[int, Tensor]]:

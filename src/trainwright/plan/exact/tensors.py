@@ -21,6 +21,8 @@ class Tensor(NamedTuple):
     """Its gradient is a sum over tp of parts."""
     of_experts: bool = False
     is_matrix: bool = False
+    waits: bool = False
+    """Its gradient is made in the weight-gradient act, where backward is split: of matmuls with plain weights."""
 
     @property
     def numel(self) -> int:
@@ -66,15 +68,16 @@ def chunk_tensors(standing: Standing, chunk: Chunk) -> Iterator[Tensor]:
     if not chunk.is_last:
         return
     yield from norm_tensors(model, "norm.", d_model, partial)
+    in_one = run.recipe.loss_chunks == 1
     if not (model.tied_embeddings and (chunk.is_first or model.mtp_depth)):
-        yield Tensor("head.weight", (rows, d_model), is_matrix=True)
+        yield Tensor("head.weight", (rows, d_model), is_matrix=True, waits=in_one)
     if model.head_bias:
-        yield Tensor("head.bias", (rows,))
+        yield Tensor("head.bias", (rows,), waits=in_one)
     for number in range(model.mtp_depth):
         prefix = f"later.{number}."
         for norm in ("hidden_norm.", "token_norm."):
             yield from norm_tensors(model, prefix + norm, d_model, partial)
-        yield Tensor(f"{prefix}join.weight", (d_model, 2 * d_model), partial, is_matrix=True)
+        yield from _linear(f"{prefix}join", d_model, 2 * d_model, False, partial)
         yield from layer_tensors(standing, model.layers[-1], f"{prefix}layer.")
         yield from norm_tensors(model, f"{prefix}norm.", d_model, partial)
 
@@ -113,9 +116,9 @@ def layer_tensors(standing: Standing, layer: LayerSpec, prefix: str) -> Iterator
 
 
 def _linear(name: str, out: int, inner: int, bias: bool, partial: bool = False) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (out, inner), partial, is_matrix=True)
+    yield Tensor(f"{name}.weight", (out, inner), partial, is_matrix=True, waits=True)
     if bias:
-        yield Tensor(f"{name}.bias", (out,), partial)
+        yield Tensor(f"{name}.bias", (out,), partial, waits=True)
 
 
 def _attention_tensors(
@@ -143,7 +146,7 @@ def _attention_tensors(
     yield from _linear(f"{prefix}query", width, d_model, attention.qkv_bias)
     for name in ("key", "value"):
         yield from _linear(f"{prefix}{name}", kv_width, d_model, attention.qkv_bias, not is_cut)
-    yield Tensor(f"{prefix}out.weight", (d_model, width), is_matrix=True)
+    yield Tensor(f"{prefix}out.weight", (d_model, width), is_matrix=True, waits=True)
     if attention.out_bias:
         yield Tensor(f"{prefix}out.bias", (d_model,), partial)
     if attention.qk_norm == "per_head":
@@ -162,7 +165,7 @@ def _mlp_tensors(
     if gated:
         yield from _linear(f"{prefix}gate", d_ff // tp, d_model, bias)
     yield from _linear(f"{prefix}up", d_ff // tp, d_model, bias)
-    yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True)
+    yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True, waits=True)
     if bias:
         yield Tensor(f"{prefix}down.bias", (d_model,), partial)
 

@@ -8,6 +8,7 @@ saved bytes  storages that a forward act made and that live on when it is over, 
 live bytes   of all storages, from the parameters on: the most in each act
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -132,7 +133,8 @@ def attention_flops(
     keys = key.shape[2]
     pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
     numbers = None if mask is None else value_of(mask)
-    if numbers is not None and numbers.ndim == 2:
+    if numbers is not None:
         with unset_fake_temporarily():
-            pairs = int((numbers if numbers.dtype == torch.bool else numbers == 0).sum())
+            seen = numbers if numbers.dtype == torch.bool else numbers == 0
+            pairs = int(seen.sum()) // math.prod(seen.shape[:-2])
     return 2 * batch * heads * pairs * (width + value.shape[-1])

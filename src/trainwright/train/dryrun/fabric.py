@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import FakeWork  # pyright: ignore[reportAttribu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -42,6 +43,15 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor remembers plans by what a mesh looks like, and with them groups that are gone.
+        _gen_transform_infos.cache_clear()
+        _forget_plans(DTensor._op_dispatcher.sharding_propagator)
+
+
+def _forget_plans(propagator: Any) -> None:
+    for cache in vars(propagator).values():
+        if hasattr(cache, "cache_clear"):
+            cache.cache_clear()
 
 
 def even_choice(scores_BSX: torch.Tensor, balance_bias_X: torch.Tensor | None, mlp: MoeMlp) -> torch.Tensor:
