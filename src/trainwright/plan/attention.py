@@ -127,7 +127,11 @@ def _core(
         (Saved((size + (size + 1) * dropped) * scores, CORE),),
         CORE,
     )
-    return (AttentionCore("attention", flops, head_width, (*kept, out), CORE, is_fused=False), softmax)
+    score_flops = 2 * table.tokens * keys * heads * _score_width(attention)
+    core = AttentionCore(
+        "attention", flops, head_width, (*kept, out), CORE, is_fused=False, scores_flops=score_flops
+    )
+    return (core, softmax)
 
 
 def _score_flops_per_key(table: Table, attention: Attention) -> int:
@@ -136,6 +140,13 @@ def _score_flops_per_key(table: Table, attention: Attention) -> int:
     if isinstance(attention, LatentAttention) and table.cluster.device.kind == "cpu":
         flops += 2 * attention.num_heads * max(attention.d_nope + attention.d_rope - attention.d_value, 0)
     return flops
+
+
+def _score_width(attention: Attention) -> int:
+    """That a score sums over."""
+    if isinstance(attention, GroupedQueryAttention):
+        return attention.d_head
+    return attention.d_nope + attention.d_rope
 
 
 def _dealt(table: Table, attention: Attention, widths: _Widths) -> _Widths:

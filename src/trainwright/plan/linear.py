@@ -8,7 +8,7 @@ With sequence parallelism a gathered input is not kept: its shard is, and backwa
 import numpy as np
 
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
-from trainwright.plan.table import Floats, Table, marks
+from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
 
 NORM = marks("norm")
@@ -77,22 +77,30 @@ def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Ele
     return (Elementwise(f"cast {matmul.name}", forward, backward, again=matmul.again, quantizes=True),)
 
 
-def entry(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
-    """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
+def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None) -> tuple[Operation, ...]:
+    """Into a tensor-parallel region; keeps: the marks under which the gathered input needn't be gathered once more,
+    those of `again` unless said otherwise. With sequence parallelism the input is gathered, in backward once more
     for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
         # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
-        once_more = Collective(f"{where} in once more", "tp", (), ("all_gather",), message, absent=again)
+        once_more = Collective(f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps)
         return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
+
+
+def ending(table: Table, whole: int) -> dict[str, int]:
+    """What stands at the end of an MLP that is recomputed as a whole under these marks. In a recomputed layer a norm
+    or a mask may follow."""
+    follows = table.model.norm_placement != "pre" or bool(table.recipe.dropout)
+    return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole}
 
 
 def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:
     """Out of a tensor-parallel region: partial sums are added up. ends: it is the last of what is recomputed under
     these marks."""
-    last = {"ends_branch": bool(ends), "again_anew": ends}
+    last = ending(table, ends) if ends else {}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)

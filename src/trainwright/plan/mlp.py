@@ -9,7 +9,7 @@ gather one another's tokens.
 
 import numpy as np
 
-from trainwright.plan.linear import NORM, casts, entry, leave, of, projection
+from trainwright.plan.linear import NORM, casts, ending, entry, leave, of, projection
 from trainwright.plan.operations import Collective, Dispatch, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.model import DenseMlp, MoeMlp
@@ -28,10 +28,10 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
     up = projection(table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
     gate = projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
-    name, ends = f"{of_shared}down", {"ends_branch": True, "again_anew": whole}
+    name, ends = f"{of_shared}down", ending(table, whole)
     down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
     return (
-        *entry(table, where, whole),
+        *entry(table, where, whole, keeps=whole if first else FULL),
         *up,
         *gate,
         activation(table, table.tokens * width, gated=mlp.gated, whole=whole),

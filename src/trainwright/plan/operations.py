@@ -49,11 +49,11 @@ class Matmul:
     has_bias: bool = False
     shares_input: bool = False
     """Reads what another matmul reads too, and keeps."""
-    ends_branch: bool = False
-    """Nothing of what is recomputed comes after it. The trainer's recomputation ends before it, unless it makes
-    the graph anew; other programs' runs it again, and so it is timed."""
+    ends_under: int = 0
+    """The marks under which nothing that is recomputed comes after it. The trainer's recomputation ends before it,
+    unless it makes the graph anew; that of other programs runs it again, and so it is timed."""
     again_anew: int = 0
-    """Of one that ends a branch: the marks under which it runs again where the graph is made anew."""
+    """More marks under which it runs again, where the graph is made anew."""
     gradients_in_forward: bool = False
     """Its gradients are made right after it."""
 
@@ -81,6 +81,9 @@ class AttentionCore:
     saved: tuple[Saved, ...] = ()
     again: int = 0
     is_fused: bool = True
+    scores_flops: Floats | float = 0.0
+    """Of `forward_flops`, those of scores: what a recomputed core that isn't fused makes again, unless it makes the
+    graph anew. The product with values is what comes last."""
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -129,7 +132,7 @@ class Collective:
     """Messages of that size."""
     is_precise: bool = False
     """In fp32 at least, as statistics are."""
-    ends_branch: bool = False
+    ends_under: int = 0
     again_anew: int = 0
     """As of `Matmul`."""
 

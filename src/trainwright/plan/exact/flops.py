@@ -4,6 +4,7 @@ from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import AttentionCore, Matmul
+from trainwright.plan.table import FULL
 from trainwright.spec.counts import FlopsCount
 
 PARTS = {
@@ -24,6 +25,8 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             if not isinstance(each, (Matmul, AttentionCore)):
                 continue
             name, forward = PARTS.get(each.name, each.name), whole(each.forward_flops) * passes
+            if name == "head":
+                forward = forward * standing.own_vocabulary // standing.most_vocabulary
             kind = "attention" if isinstance(each, AttentionCore) and each.is_fused else "matmul"
             backward = 2 * forward
             if kind == "attention":
@@ -31,10 +34,11 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             found["forward", name, kind] += forward
             at_once = isinstance(each, Matmul) and each.gradients_in_forward
             found["forward" if at_once else "backward", name, kind] += backward
-            ends = isinstance(each, Matmul) and each.ends_branch
-            marked = each.again_anew if standing.makes_graph_anew and ends else each.again if not ends else 0
-            if marked & marks:
-                found["recompute", name, kind] += forward
+            again = forward
+            if isinstance(each, AttentionCore) and not each.is_fused and not standing.makes_graph_anew and not marks & FULL:
+                again = whole(each.scores_flops) * passes
+            if standing.runs_again(each, marks):
+                found["recompute", name, kind] += again
     return tuple(
         FlopsCount.parse({"phase": phase, "part": part, "kind": kind, "flops": count})
         for (phase, part, kind), count in sorted(found.items())

@@ -24,9 +24,7 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
     recipe, size = standing.run.recipe, whole(each.message_bytes)
     compute = FORMATS[whole(recipe.compute_bytes)] if not each.is_precise else precise_format(standing)
     axis = "etp" if each.over_experts else each.axis
-    # What ends a branch is done again only where the graph is made anew.
-    again = bool(each.again & marks) if not each.ends_branch else bool(each.again_anew & marks)
-    again = again and (standing.makes_graph_anew or not each.ends_branch)
+    again = standing.runs_again(each, marks)
     if axis == "cp" and recipe.cp_method == "ring":
         _add_ring(standing, messages, compute, size, passes, whole_again=again, core_again=bool(each.core & marks))
         return

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trainwright.plan.exact.standing import Standing
 from trainwright.spec.counts import CollectiveCount
-from trainwright.spec.layout import AXES, Coordinate
+from trainwright.spec.groups import Division, divisions, role
 
 Key = tuple[str, str, str, int, int]
 FORMATS = {8: "float64", 4: "float32", 2: "bfloat16"}
@@ -49,63 +49,13 @@ class Axes:
 
     @cached_property
     def named(self) -> dict[str, Named]:
-        layout, recipe, at = self._standing.run.layout, self._standing.run.recipe, self._standing.at
-        groups: dict[str, tuple[int, ...]] = {}
-        for axis in AXES:
-            groups[axis] = tuple(
-                layout.rank(at._replace(**{axis: place})) for place in range(layout.degree(axis))
-            )
-        plane = tuple(
-            layout.rank(Coordinate(at.tp, cp, at.pp, dp)) for dp in range(layout.dp) for cp in range(layout.cp)
-        )
-        shard = len(plane) // recipe.dp_replicate
-        groups |= _cut("dp", plane, shard, self._standing.rank, "dp_cp")
-        if layout.pp > 1:
-            ends = at.pp in (0, layout.pp - 1)
-            first, last = (layout.rank(at._replace(pp=place)) for place in (0, layout.pp - 1))
-            groups["first_last"] = (first, last) if ends else (self._standing.rank,)
-            if layout.pp % 2 == 0:
-                twin = layout.rank(at._replace(pp=layout.pp - 1 - at.pp))
-                groups["twins"] = tuple(sorted((self._standing.rank, twin)))
-        groups |= self._of_experts()
+        layout, recipe, rank = self._standing.run.layout, self._standing.run.recipe, self._standing.rank
         plain = {"first_last": "ends", "dp_cp": "dp x cp" if layout.cp > 1 else "dp"}
         if recipe.dp_replicate == 1:
             plain["dp_shard"] = plain["dp_cp"]
         named: dict[str, Named] = {"world": Named("world", layout.world)}
-        firsts: dict[tuple[bool, str, tuple[int, ...]], str] = {}
-        for axis, ranks in groups.items():
-            of_states = "dp" in axis
-            key = (of_states, "" if of_states else axis, ranks)
-            named[axis] = Named(firsts.setdefault(key, plain.get(axis, axis)), len(ranks))
+        firsts: dict[tuple[str, Division], str] = {}
+        for axis, division in divisions(layout, recipe.dp_replicate).items():
+            mine = next(ranks for ranks in division if rank in ranks)
+            named[axis] = Named(firsts.setdefault(role(axis, division), plain.get(axis, axis)), len(mine))
         return named
-
-    def _of_experts(self) -> dict[str, tuple[int, ...]]:
-        layout, at = self._standing.run.layout, self._standing.at
-        plane = [
-            layout.rank(Coordinate(tp, cp, at.pp, dp))
-            for dp in range(layout.dp)
-            for cp in range(layout.cp)
-            for tp in range(layout.tp)
-        ]
-        place = plane.index(self._standing.rank)
-        size = layout.etp * layout.ep
-        replica, inside = divmod(place, size)
-        ep, etp = divmod(inside, layout.etp)
-        first = replica * size
-        edp = tuple(plane[each * size + inside] for each in range(layout.expert_dp))
-        shard = max(len(edp) // self._standing.run.recipe.dp_replicate, 1)
-        return {
-            "etp": tuple(plane[first + ep * layout.etp + each] for each in range(layout.etp)),
-            "ep": tuple(plane[first + each * layout.etp + etp] for each in range(layout.ep)),
-            **_cut("edp", edp, shard, self._standing.rank, "edp"),
-        }
-
-
-def _cut(axis: str, ranks: tuple[int, ...], shard: int, rank: int, whole: str) -> dict[str, tuple[int, ...]]:
-    place = ranks.index(rank)
-    first = place // shard * shard
-    return {
-        whole: ranks,
-        f"{axis}_shard": ranks[first : first + shard],
-        f"{axis}_replicate": ranks[place % shard :: shard],
-    }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainwright.plan.operations import Piece
+from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece
 from trainwright.plan.table import Table
 from trainwright.spec.layout import Coordinate
@@ -42,6 +42,17 @@ class Standing:
         return replace(table, cluster=cluster.model_copy(update={"device": device}))
 
     @property
+    def most_vocabulary(self) -> int:
+        """Tokens of the vocabulary on the rank that has most, which the planner takes for all."""
+        return -(-self.run.model.vocab_size // self.run.layout.tp)
+
+    @property
+    def own_vocabulary(self) -> int:
+        """On this one."""
+        left = self.run.model.vocab_size - self.at.tp * self.most_vocabulary
+        return max(0, min(left, self.most_vocabulary))
+
+    @property
     def at(self) -> Coordinate:
         return self.run.layout.coordinate(self.rank)
 
@@ -67,6 +78,14 @@ class Standing:
         """Recomputation runs a whole function again, and doesn't end at the last tensor that it saves: where
         schedules split backward (`train/parallel/recompute.py`)."""
         return SCHEDULES[self.run.recipe.schedule].splits_backward
+
+    def runs_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> bool:
+        """Whether the operations of `marks` being recomputed makes this one run again."""
+        if isinstance(each, AttentionCore):
+            return bool(each.again & marks)
+        if self.makes_graph_anew:
+            return bool((each.again | each.again_anew) & marks)
+        return bool(each.again & marks & ~each.ends_under)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

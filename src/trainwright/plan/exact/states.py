@@ -89,7 +89,7 @@ def _add_sharded(standing: Standing, chunk: Chunk, messages: Messages) -> None:
                 if each.is_partial and backwards:
                     # A gradient that was accumulated before is in the format of sums.
                     size, name = recipe.compute_bytes, compute
-                    if backwards > 1:
+                    if backwards > 1 or standing.makes_graph_anew:
                         size, name = recipe.gradient_bytes, gradient
                     messages.add("tp", "all_reduce", name, each.numel * whole(size))
         if recipe.dp_replicate > 1:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -45,13 +46,7 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
         # DTensor remembers plans by what a mesh looks like, and with them groups that are gone.
         _gen_transform_infos.cache_clear()
-        _forget_plans(DTensor._op_dispatcher.sharding_propagator)
-
-
-def _forget_plans(propagator: Any) -> None:
-    for cache in vars(propagator).values():
-        if hasattr(cache, "cache_clear"):
-            cache.cache_clear()
+        _clear_sharding_prop_cache()
 
 
 def even_choice(scores_BSX: torch.Tensor, balance_bias_X: torch.Tensor | None, mlp: MoeMlp) -> torch.Tensor:
@@ -76,6 +71,8 @@ class Fabric(TorchDispatchMode):
             return _answered(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _number(args[0])
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped(*args, **kwargs)
         known = self._known(func, args, kwargs)
         if known is None:
             result = func(*args, **kwargs)
@@ -94,9 +91,9 @@ class Fabric(TorchDispatchMode):
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if not tensors:
-            if func._opname != "arange" or not all(isinstance(each, int) for each in leaves if _is_number(each)):
+            if func._opname not in ("arange", "scalar_tensor") or not all(_is_number(each) for each in leaves[:1]):
                 return None
-            if max((each for each in leaves if _is_number(each)), default=0) > MOST_KNOWN:
+            if func._opname == "arange" and max(filter(_is_number, leaves), default=0) > MOST_KNOWN:
                 return None
         elif not all(value_of(each) is not None for each in tensors):
             return None
@@ -152,6 +149,13 @@ def _number(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _grouped(one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """PyTorch multiplies groups in fp32 too, but knows the result's shape for bf16 alone."""
+    if other.ndim == 2:
+        return one.new_empty((offs.shape[0], one.shape[0], other.shape[1]))
+    return one.new_empty((one.shape[0], other.shape[-1]))
 
 
 def _answered(func: Any, args: Any) -> Any:
