@@ -114,7 +114,7 @@ def _core(
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
     out = Saved(out_bytes, FULL)
     if fused:
-        statistics = Saved(4 * table.tokens * heads, CORE, is_statistic=True)
+        statistics = Saved(max(recipe.compute_bytes, 4) * table.tokens * heads, CORE, is_statistic=True)
         return (AttentionCore("attention", flops, head_width, (*kept, out, statistics), CORE),)
     scores = table.tokens * recipe.seq_len * heads
     size = recipe.compute_bytes
@@ -172,7 +172,9 @@ def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:
     # In backward once more, as only the rank's part of them is kept.
     backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
     message = whole_kv_bytes(table, widths.key + widths.value)
-    return (Collective("keys and values", "cp", ("all_gather",), backward, message, FULL, core=marks("attention")),)
+    return (
+        Collective("keys and values", "cp", ("all_gather",), backward, message, FULL, core=marks("attention")),
+    )
 
 
 def whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:

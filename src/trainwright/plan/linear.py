@@ -9,7 +9,6 @@ import numpy as np
 
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
-from trainwright.spec.cluster import CollectiveOp
 
 NORM = marks("norm")
 
@@ -24,11 +23,13 @@ def of(table: Table, value: float) -> Floats:
 
 
 def norm(table: Table, again: int = 0) -> Elementwise:
-    """A norm of the residual stream: keeps its input, and an fp32 statistic per token."""
+    """A norm of the residual stream: keeps its input, and a statistic per token in fp32 at least."""
     residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
+    # LayerNorm keeps a mean too.
+    numbers = 2 if table.model.norm == "layernorm" else 1
     saved = (
         Saved(residual_bytes, again & ~NORM),
-        Saved(4 * table.residual_tokens, again, is_statistic=True),
+        Saved(numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens, again, is_statistic=True),
     )
     return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
 
@@ -85,7 +86,9 @@ def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None)
     if table.recipe.sequence_parallel:
         gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
         # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
-        once_more = Collective(f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps)
+        once_more = Collective(
+            f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps
+        )
         return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
 

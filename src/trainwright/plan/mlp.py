@@ -26,8 +26,12 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     d_model = table.model.d_model
     # Shared experts read what the router has saved.
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
-    up = projection(table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
-    gate = projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
+    up = projection(
+        table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
+    )
+    gate = (
+        projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
+    )
     name, ends = f"{of_shared}down", ending(table, whole)
     down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
     return (

@@ -32,7 +32,6 @@ PARTS: dict[str, str] = {
     "join": "mtp join",
     "head": "head",
     "loss": "head",
-    "": "head",
 }
 """Of a module's name inside its layer (or piece) the planner's name of the operation."""
 
@@ -40,12 +39,14 @@ PARTS: dict[str, str] = {
 def part_of(module: str) -> str:
     """The part of the model that a module such as `layers.3.attention.query` is; its own name where it has none."""
     names = module.split(".")
+    if names == [""]:
+        return "head"
     if len(names) > 1 and names[0] in ("layers", "later"):
         names = names[2:]
         if names and names[0] == "layer":
             names = names[1:]
     inside = ".".join(names)
-    return PARTS.get(inside, inside)
+    return PARTS.get(inside, inside) or "residual"
 
 
 class FlopsCount(Noun):
@@ -57,11 +58,30 @@ class FlopsCount(Noun):
     flops: int
 
 
+Tensors = Literal[
+    "residual stream",
+    "normed",
+    "queries, keys, values",
+    "attention's output",
+    "up and gate",
+    "product",
+    "logits",
+    "gradients of the loss",
+    "numbers of tokens",
+    "gathered parameters",
+    "other",
+]
+"""What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics,
+attention's output its own. Left out of comparison (`spec/left_out.py`): numbers of tokens; and gathered parameters,
+which are no activations."""
+
+
 class SavedCount(Noun):
     """Bytes that a part's forward has kept for backward, all microbatches of a step together."""
 
-    part: str
-    operator: str
+    tensors: Tensors
+    part: str = ""
+    operator: str = ""
     bytes: Natural
 
 
@@ -114,6 +134,15 @@ class Counts(Noun):
         states = {f"bytes of {name}": value for name, value in self.states.items()}
         return {**self.flops_by_cause(), **self.collectives_by_cause(), **states}
 
+    def saved_by_cause(self) -> dict[str, int]:
+        """Of what is compared."""
+        found: dict[str, int] = {}
+        for each in self.saved:
+            if each.tensors not in ("numbers of tokens", "gathered parameters"):
+                cause = f"kept bytes of {each.tensors}"
+                found[cause] = found.get(cause, 0) + each.bytes
+        return found
+
 
 class Inequality(NamedTuple):
     """A cause in which two counts differ."""
@@ -124,8 +153,10 @@ class Inequality(NamedTuple):
 
 
 def unequal(predicted: Counts, recorded: Counts) -> list[Inequality]:
-    """Where they differ; none where the prediction is exact."""
+    """Where they differ; none where the prediction is exact. Kept bytes where the planner has counted them."""
     ours, seen = predicted.by_cause(), recorded.by_cause()
+    if predicted.saved:
+        ours, seen = {**ours, **predicted.saved_by_cause()}, {**seen, **recorded.saved_by_cause()}
     causes = dict.fromkeys((*ours, *seen))
     return [
         Inequality(cause, ours.get(cause, 0), seen.get(cause, 0))

@@ -206,7 +206,16 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock, values: Values = materialize
 
     if recipe.zero and mesh.dp_shard > 1:
         reshard = recipe.zero == 3 and recipe.reshard_after_forward
-        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, gradient, fill, reshard=reshard, splits_backward=schedule.splits_backward)
+        data_parallel: DataParallel = Sharded(
+            pieces,
+            mesh,
+            recipe.zero,
+            compute,
+            gradient,
+            fill,
+            reshard=reshard,
+            splits_backward=schedule.splits_backward,
+        )
     else:
         for piece in pieces:
             fill(piece, piece, "")

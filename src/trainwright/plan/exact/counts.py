@@ -1,6 +1,7 @@
 """The planner's counts of one rank of one run, all together."""
 
 from trainwright.plan.exact.flops import flops
+from trainwright.plan.exact.kept import kept
 from trainwright.plan.exact.layers import add_layer_messages
 from trainwright.plan.exact.messages import Messages
 from trainwright.plan.exact.standing import Standing
@@ -12,7 +13,7 @@ from trainwright.spec.run import Run
 def predicted_counts(run: Run, rank: int) -> Counts:
     """What `rank` of a checked run computes, sends and holds in a step, in whole numbers.
 
-    Saved bytes and bytes over time are not among them yet: `spec.counts.Counts.by_cause` has what is compared.
+    Kept bytes are among them where `kept.is_counted` says so; bytes over time are `plan.memory_over_time`'s.
     """
     standing = Standing(run, rank)
     messages = Messages(standing)
@@ -25,4 +26,5 @@ def predicted_counts(run: Run, rank: int) -> Counts:
         flops=flops(standing),
         collectives=messages.counts(),
         states=state_bytes(standing),
+        saved=kept(standing),
     )

@@ -35,7 +35,12 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             at_once = isinstance(each, Matmul) and each.gradients_in_forward
             found["forward" if at_once else "backward", name, kind] += backward
             again = forward
-            if isinstance(each, AttentionCore) and not each.is_fused and not standing.makes_graph_anew and not marks & FULL:
+            if (
+                isinstance(each, AttentionCore)
+                and not each.is_fused
+                and not standing.makes_graph_anew
+                and not marks & FULL
+            ):
                 again = whole(each.scores_flops) * passes
             if standing.runs_again(each, marks):
                 found["recompute", name, kind] += again

@@ -107,5 +107,3 @@ def _add_loads(standing: Standing, messages: Messages) -> None:
 def precise_format(standing: Standing) -> str:
     """Of statistics, losses and routing weights: fp32 at least."""
     return FORMATS[max(whole(standing.run.recipe.compute_bytes), 4)]
-
-

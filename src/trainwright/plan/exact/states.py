@@ -1,8 +1,8 @@
 """Data parallelism of a rank's step in whole numbers: what is gathered and reduced when, and what states weigh.
 
-A chunk's units go through the rank's row of acts as FSDP2 takes them: gathered where they are needed and not there,
-given back after forward or backward as the zero stage says, reduced where it says so (`train/parallel/sharded.py`);
-or, replicated, their gradients are summed in buckets once (`replicated.py`).
+A chunk's units go through the rank's row of acts as FSDP2 takes them: gathered where they are needed and not
+there, given back after forward or backward, and reduced, as the zero stage says (`train/parallel/sharded.py`); or,
+replicated, their gradients are summed in buckets once (`replicated.py`).
 """
 
 import math
@@ -93,7 +93,9 @@ def _add_sharded(standing: Standing, chunk: Chunk, messages: Messages) -> None:
                         size, name = recipe.gradient_bytes, gradient
                     messages.add("tp", "all_reduce", name, each.numel * whole(size))
         if recipe.dp_replicate > 1:
-            messages.add(f"{axis}_replicate", "all_reduce", gradient, values * whole(recipe.gradient_bytes) // ranks)
+            messages.add(
+                f"{axis}_replicate", "all_reduce", gradient, values * whole(recipe.gradient_bytes) // ranks
+            )
 
 
 class Reduction(NamedTuple):
@@ -224,5 +226,3 @@ def state_bytes(standing: Standing) -> dict[str, int]:
         "gradients": values * whole(gradient),
         "optimizer": moments,
     }
-
-

@@ -173,7 +173,10 @@ def _mlp_tensors(
 def _moe_tensors(model: ModelSpec, mlp: MoeMlp, layout: Layout, prefix: str, partial: bool) -> Iterator[Tensor]:
     d_model, width, experts = model.d_model, mlp.d_ff // layout.etp, mlp.num_experts // layout.ep
     yield from _linear(f"{prefix}router", mlp.num_experts, d_model, mlp.router_bias, partial)
-    names: list[tuple[str, tuple[int, ...]]] = [("up", (experts, width, d_model)), ("down", (experts, d_model, width))]
+    names: list[tuple[str, tuple[int, ...]]] = [
+        ("up", (experts, width, d_model)),
+        ("down", (experts, d_model, width)),
+    ]
     if mlp.gated:
         names.append(("gate", (experts, width, d_model)))
     if mlp.bias:

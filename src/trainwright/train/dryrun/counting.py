@@ -10,14 +10,18 @@ live bytes   of all storages, from the parameters on: the most in each act
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainwright.train.dryrun.fabric import value_of
 from trainwright.train.instrument import LiveBytes
+from trainwright.train.model.transformer import Transformer
 from trainwright.train.trace.places import Places
 
 FORWARD_KERNELS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
@@ -36,6 +40,15 @@ class FlopsKey(NamedTuple):
 class SavedKey(NamedTuple):
     where: str
     operator: str
+    is_floating: bool
+
+
+GATHERED = "gathered"
+"""In the place of an operator: what FSDP2 gathers, and keeps until it is given back."""
+
+
+INPUT = SavedKey("", "input", True)
+"""What came from the stage before."""
 
 
 class Counting(LiveBytes):
@@ -55,7 +68,51 @@ class Counting(LiveBytes):
         self.acts: list[tuple[str, int, int]] = []
         """Of each act, transfer or what is outside of them: name, bytes at its end, and at most."""
         self._most = 0
+        self._input_key: int | None = None
+        self._output_key: int | None = None
+        self._is_floating = True
+        self._gathering = 0
+        self._pieces: tuple[Transformer, ...] = ()
         super().__init__(storages)
+
+    def _tables(self) -> set[int]:
+        """Storages of rotary tables, which are made once and stay."""
+        rotaries = (
+            each for piece in self._pieces for each in (piece.rotary, piece.local_rotary) if each is not None
+        )
+        pairs = (pair for rotary in rotaries for pair in rotary._tables.values())
+        return {table.untyped_storage()._cdata for pair in pairs for table in pair}
+
+    @contextmanager
+    def watching(self, pieces: Iterable[Transformer]) -> Iterator[None]:
+        """While it lasts it knows what comes into a piece and what leaves it, and what FSDP2 gathers."""
+
+        def passed(piece: nn.Module, inputs: Any, output: Any) -> None:
+            assert isinstance(piece, Transformer)
+            self._input_key = None if piece.is_first else inputs[0].untyped_storage()._cdata
+            self._output_key = None if piece.is_last else output.untyped_storage()._cdata
+
+        self._pieces = tuple(pieces)
+        hooks = [piece.register_forward_hook(passed) for piece in pieces]
+        plain = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+
+        def gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*arguments: Any, **keywords: Any) -> Any:
+                self._gathering += 1
+                try:
+                    return function(*arguments, **keywords)
+                finally:
+                    self._gathering -= 1
+
+            return wrapped
+
+        FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = map(gathering, plain)
+        try:
+            yield
+        finally:
+            FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = plain
+            for hook in hooks:
+                hook.remove()
 
     def on_act(self, name: str | None) -> None:
         """An act begins; or, with None, is over."""
@@ -63,14 +120,19 @@ class Counting(LiveBytes):
         if self._act is not None:
             self.acts.append((self._act, self.bytes, self._most))
             if self._act.startswith("F"):
+                tables = self._tables()
                 for key, maker in self._born.items():
-                    if key in self._bytes_of:
+                    # What leaves for the next stage is kept by no operation; what came from the last one is.
+                    if key in self._bytes_of and key != self._output_key and key not in tables:
                         self.saved_bytes[maker] += self._bytes_of[key]
+                if self._input_key is not None:
+                    self.saved_bytes[INPUT] += self._bytes_of.get(self._input_key, 0)
         self._born.clear()
+        self._input_key = self._output_key = None
         self._act, self._most = name, self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._operator = func._opname
+        self._operator = func._opname if not self._gathering else GATHERED
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented and func.namespace == "aten":
             count = flops_of(func._opname, args, kwargs or {})
@@ -88,6 +150,7 @@ class Counting(LiveBytes):
         return FlopsKey(phase, self._places.module, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
+        self._is_floating = tensor.dtype.is_floating_point
         if self._fake is None:
             return super()._counts(tensor)
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
@@ -99,7 +162,8 @@ class Counting(LiveBytes):
         super()._watch(storage)
         self._most = max(self._most, self.bytes)
         if is_new and self._act is not None:
-            self._born[key] = SavedKey(self._places.module, self._operator)
+            operator = GATHERED if self._gathering else self._operator
+            self._born[key] = SavedKey(self._places.module, operator, self._is_floating)
 
 
 def flops_of(name: str, args: Any, kwargs: Any) -> int:

@@ -95,9 +95,10 @@ class Fabric(TorchDispatchMode):
                 return None
             if func._opname == "arange" and max(filter(_is_number, leaves), default=0) > MOST_KNOWN:
                 return None
-        elif not all(value_of(each) is not None for each in tensors):
-            return None
-        elif max(each.numel() for each in tensors) > MOST_KNOWN:
+        elif (
+            not all(value_of(each) is not None for each in tensors)
+            or max(each.numel() for each in tensors) > MOST_KNOWN
+        ):
             return None
         if tensors and func._schema.is_mutable and func._opname == "copy_":
             return None

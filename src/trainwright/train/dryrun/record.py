@@ -6,6 +6,7 @@ a step before this one leaves (moments, tables of positions) is there already.
 
 from collections import Counter
 from datetime import timedelta
+from fractions import Fraction
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainwright.spec.counts import ActBytes, CollectiveCount, Counts, FlopsCount, SavedCount, part_of
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
-from trainwright.train.dryrun.counting import Counting
+from trainwright.train.dryrun.counting import FORWARD_KERNELS, GATHERED, INPUT, Counting, SavedKey
 from trainwright.train.dryrun.fabric import Fabric, fake_world
+from trainwright.train.dryrun.passes import extended
 from trainwright.train.dryrun.program import begin, fake_batch, fake_mode, fake_trainer
 from trainwright.train.mesh import build_mesh
 from trainwright.train.parallel.local import bytes_of, local_of
@@ -24,17 +26,27 @@ from trainwright.train.trace.recorder import Recorder
 PHASES = {"after backward": "update"}
 
 
-def dry_run(run: Run, rank: int) -> Counts:
-    """A step of `run`, which is checked and trainable, on one rank without the others."""
+def dry_run(run: Run, rank: int, passes: int | None = None) -> Counts:
+    """A step of `run`, which is checked and trainable, on one rank without the others.
+
+    passes: run no more than so many microbatches of each chunk, and then twice as many; what a step has of all is
+    what the second time had more, once for every `passes` (`extended`). Bytes over time are then of the second.
+    """
     with fake_world(run.layout.world, rank):
-        mesh = build_mesh(
-            run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60)
-        )
+        mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
         mode = fake_mode()
         trainer = fake_trainer(run, mesh, mode)
         with mode, Fabric(mode):
             begin(trainer)
-            return recorded(trainer, fake_batch(run, mesh), mode)
+            batch = fake_batch(run, mesh)
+            every = max(trainer.pipeline._passes.values())
+            if passes is None or 2 * passes >= every:
+                return recorded(trainer, batch, mode)
+            with trainer.pipeline.shortened(passes):
+                once = recorded(trainer, batch, mode)
+            with trainer.pipeline.shortened(2 * passes):
+                twice = recorded(trainer, batch, mode)
+            return extended(once, twice, Fraction(every - 2 * passes, passes))
 
 
 def recorded(trainer: Trainer, batch: Batch, fake: FakeTensorMode | None = None) -> Counts:
@@ -50,7 +62,7 @@ def recorded(trainer: Trainer, batch: Batch, fake: FakeTensorMode | None = None)
         plain(name)
 
     recorder.places._on_act = on_act
-    with counting, recorder:
+    with counting, counting.watching(trainer.pieces), recorder:
         result = trainer.gradients(batch)
         gradient_bytes = sum(bytes_of(each.grad) for _, each in trainer.data_parallel.parameters())
         recorder.begin_update()
@@ -118,9 +130,42 @@ def _collectives(recorder: Recorder) -> tuple[CollectiveCount, ...]:
 
 
 def _saved(counting: Counting) -> tuple[SavedCount, ...]:
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[tuple[str, str, str]] = Counter()
     for key, size in counting.saved_bytes.items():
-        found[part_of(key.where), key.operator] += size
+        part = part_of(key.where)
+        found[tensors_of(part, key), part, key.operator] += size
     return tuple(
-        SavedCount(part=part, operator=operator, bytes=size) for (part, operator), size in sorted(found.items())
+        SavedCount.parse({"tensors": tensors, "part": part, "operator": operator, "bytes": size})
+        for (tensors, part, operator), size in sorted(found.items())
+        if size
     )
+
+
+BY_PART = {
+    "residual": "residual stream",
+    "embedding": "residual stream",
+    "positions": "residual stream",
+    "value": "queries, keys, values",
+    "query": "queries, keys, values",
+    "key": "queries, keys, values",
+    "up": "up and gate",
+    "gate": "up and gate",
+    "mlp": "product",
+}
+
+
+def tensors_of(part: str, key: SavedKey) -> str:
+    """What a part has made, as planner and program both name it (`spec.counts.Tensors`)."""
+    if key.operator == GATHERED:
+        return "gathered parameters"
+    if key == INPUT:
+        return "residual stream"
+    if not key.is_floating:
+        return "numbers of tokens"
+    if part == "attention":
+        return "attention's output" if key.operator in FORWARD_KERNELS else "queries, keys, values"
+    if part == "head":
+        return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
+    if part.endswith("norm"):
+        return "normed"
+    return BY_PART.get(part, "other")

@@ -18,7 +18,14 @@ class Values(Protocol):
     """What fills the meta parameters of a module: `materialize`, or what stands in for it where there are none."""
 
     def __call__(
-        self, piece: Transformer, module: nn.Module, prefix: str, *, seed: int, dtype: torch.dtype, device: torch.device
+        self,
+        piece: Transformer,
+        module: nn.Module,
+        prefix: str,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None: ...
 
 

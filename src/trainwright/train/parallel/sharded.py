@@ -151,7 +151,9 @@ def _sum_alike(module: FSDPModule, *, is_replicated: bool) -> None:
     older than those of weights when both leave, and FSDP2 takes gradients of one format alone."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
-            add = partial(_add_in_format_of_sums, group, each, each.accumulate_unsharded_grad_if_needed, is_replicated)
+            add = partial(
+                _add_in_format_of_sums, group, each, each.accumulate_unsharded_grad_if_needed, is_replicated
+            )
             each.accumulate_unsharded_grad_if_needed = add
 
 

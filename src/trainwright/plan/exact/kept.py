@@ -1,0 +1,63 @@
+"""What a rank's forwards keep for backward, all microbatches of a step together, from the lists of operations."""
+
+from collections import Counter
+
+from trainwright.plan.exact.standing import Standing, whole
+from trainwright.plan.operations import AttentionCore, Elementwise, Operation, Piece
+from trainwright.plan.table import FULL
+from trainwright.spec.counts import SavedCount, Tensors
+from trainwright.spec.model import DenseMlp, GroupedQueryAttention
+
+
+def is_counted(standing: Standing) -> bool:
+    """Whether kept bytes are counted to the last one: `spec.left_out.NOT_YET` says of which runs."""
+    recipe, model = standing.run.recipe, standing.run.model
+    plain = all(
+        isinstance(layer.mlp, DenseMlp)
+        and layer.mlp.activation != "swiglu_clamped"
+        and isinstance(layer.attention, GroupedQueryAttention)
+        and layer.attention.qk_norm == "none"
+        and not layer.attention.sinks
+        and layer.attention.logit_softcap is None
+        and layer.attention.sliding_window is None
+        for layer in model.layer_counts()
+    )
+    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and recipe.loss_chunks == 1
+    shaped = standing.run.layout.cp == 1 and not standing.makes_graph_anew and not model.mtp_depth
+    usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
+    return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
+
+
+def kept(standing: Standing) -> tuple[SavedCount, ...]:
+    """By tensors; nothing where they aren't counted to the last byte."""
+    if not is_counted(standing):
+        return ()
+    found: Counter[Tensors] = Counter()
+    for piece, marks, passes in standing.pieces():
+        if marks & FULL:
+            found["residual stream"] += whole(piece.input_bytes) * passes
+            continue
+        for each in piece.operations:
+            for place, saved in enumerate(each.saved):
+                if not saved.dropped_by & marks:
+                    found[_tensors(each, place)] += whole(saved.bytes) * passes
+        found["logits"] += _own_logits(standing, piece) * passes
+    return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
+
+
+def _own_logits(standing: Standing, piece: Piece) -> int:
+    return whole(piece.logits_bytes) * standing.own_vocabulary // standing.most_vocabulary
+
+
+def _tensors(each: Operation, place: int) -> Tensors:
+    if isinstance(each, AttentionCore):
+        # Queries; keys and values; the output; its statistics.
+        return "queries, keys, values" if place < 2 else "attention's output"
+    if isinstance(each, Elementwise):
+        if each.name == "norm":
+            return "residual stream" if place == 0 else "normed"
+        if each.name == "activation":
+            return "up and gate" if place == 0 else "product"
+        if each.name == "embedding":
+            return "numbers of tokens"
+    return "normed"
