@@ -1,4 +1,4 @@
-"""The planner's counts are those of the program, to the last integer; and on fake tensors it counts as on real ones.
+"""The planner's counts are those of the program, to the last integer; fake tensors count as real ones do.
 
 `make test` compares one in five of the random runs, `make exact` all of them. The controls change one operation of
 the planner, and leave one collective out of the trainer: what differs must be named.

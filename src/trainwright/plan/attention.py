@@ -5,6 +5,8 @@ token; or unfused, which keeps the scores after the softmax, and with dropout th
 5 * a * s^2 * b bytes of arXiv:2205.05198 s4.1.
 """
 
+from typing import Any
+
 import numpy as np
 
 from trainwright.plan.linear import NORM, casts, of, projection
@@ -162,7 +164,7 @@ def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:
     """What attention needs of the other cp ranks (`Recipe.cp_method`)."""
     recipe = table.recipe
     if recipe.cp_method == "all_to_all":
-        ways = {"forward": ("all_to_all",), "backward": ("all_to_all",), "again": FULL}
+        ways: dict[str, Any] = {"forward": ("all_to_all",), "backward": ("all_to_all",), "again": FULL}
         there = table.tokens * (widths.query + widths.key + widths.value) * recipe.compute_bytes
         back = table.tokens * widths.out * recipe.compute_bytes
         return (

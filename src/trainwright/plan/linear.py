@@ -5,6 +5,8 @@ With sequence parallelism a gathered input is not kept: its shard is, and backwa
 (arXiv:2205.05198 s4.2.2). Under fp8 and fp4 recipes a projection reads a cast copy of its input, and keeps that.
 """
 
+from typing import Any
+
 import numpy as np
 
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
@@ -27,9 +29,10 @@ def norm(table: Table, again: int = 0) -> Elementwise:
     residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
     # LayerNorm keeps a mean too.
     numbers = 2 if table.model.norm == "layernorm" else 1
+    statistic_bytes = numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens
     saved = (
         Saved(residual_bytes, again & ~NORM),
-        Saved(numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens, again, is_statistic=True),
+        Saved(statistic_bytes, again & ~NORM, is_statistic=True),
     )
     return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
 
@@ -79,9 +82,9 @@ def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Ele
 
 
 def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None) -> tuple[Operation, ...]:
-    """Into a tensor-parallel region; keeps: the marks under which the gathered input needn't be gathered once more,
-    those of `again` unless said otherwise. With sequence parallelism the input is gathered, in backward once more
-    for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
+    """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
+    for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced. keeps: the
+    marks under which it needn't be gathered once more, those of `again` unless said otherwise."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
@@ -93,9 +96,9 @@ def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None)
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
 
 
-def ending(table: Table, whole: int) -> dict[str, int]:
-    """What stands at the end of an MLP that is recomputed as a whole under these marks. In a recomputed layer a norm
-    or a mask may follow."""
+def ending(table: Table, whole: int) -> dict[str, Any]:
+    """What stands at the end of an MLP that is recomputed as a whole under these marks. In a recomputed layer a
+    norm or a mask may follow."""
     follows = table.model.norm_placement != "pre" or bool(table.recipe.dropout)
     return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole}
 

@@ -82,8 +82,8 @@ class AttentionCore:
     again: int = 0
     is_fused: bool = True
     scores_flops: Floats | float = 0.0
-    """Of `forward_flops`, those of scores: what a recomputed core that isn't fused makes again, unless it makes the
-    graph anew. The product with values is what comes last."""
+    """Of `forward_flops`, those of scores: what a recomputed core that isn't fused makes again, unless it makes
+    the graph anew. The product with values is what comes last."""
 
     @property
     def launches(self) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """What one rank computes, keeps, holds and sends in one step, in whole numbers by cause.
 
-The planner predicts a `Counts` and the dry run records one; `unequal` names the causes in which two differ. A cause
-of FLOPs is a phase, a part of the model and a kind of operation; of communication its axis, operation, format and
-bytes of one message.
+The planner predicts a `Counts` and the dry run records one; `unequal` names the causes in which two differ. A
+cause of FLOPs is a phase, a part of the model and a kind of operation; of communication its axis, operation,
+format and bytes of one message.
 """
 
 from typing import Literal, NamedTuple
@@ -37,7 +37,8 @@ PARTS: dict[str, str] = {
 
 
 def part_of(module: str) -> str:
-    """The part of the model that a module such as `layers.3.attention.query` is; its own name where it has none."""
+    """The part of the model that a module such as `layers.3.attention.query` is; its own name where there is
+    none."""
     names = module.split(".")
     if names == [""]:
         return "head"
@@ -72,8 +73,8 @@ Tensors = Literal[
     "other",
 ]
 """What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics,
-attention's output its own. Left out of comparison (`spec/left_out.py`): numbers of tokens; and gathered parameters,
-which are no activations."""
+attention's output its own. Left out of comparison (`spec/left_out.py`): numbers of tokens; and gathered
+parameters, which are no activations."""
 
 
 class SavedCount(Noun):

@@ -1,5 +1,5 @@
-"""The groups of ranks that a layout makes: on its axes, of ranks that share states, at the ends of the pipeline, and
-of experts. The trainer makes process groups of them and the planner counts what goes over them."""
+"""The groups of ranks that a layout makes: on its axes, of ranks that share states, at the ends of the pipeline,
+and of experts. The trainer makes process groups of them and the planner counts what goes over them."""
 
 from trainwright.spec.layout import AXES, Coordinate, Layout
 

@@ -176,12 +176,14 @@ def flops_of(name: str, args: Any, kwargs: Any) -> int:
         return 2 * args[0].numel() * args[1].shape[-1] if args[0].ndim == 2 else 0
     if name in FORWARD_KERNELS:
         is_causal = _argument(args, kwargs, 4, "is_causal")
-        return attention_flops(*args[:3], is_causal, kwargs.get("attn_mask"))
+        query, key, value, *_ = args
+        return attention_flops(query, key, value, is_causal, kwargs.get("attn_mask"))
     if name in BACKWARD_KERNELS:
         # On a GPU the lengths and the randomness stand between.
         place = 7 if name == BACKWARD_KERNELS[0] else 11
         is_causal = _argument(args, kwargs, place, "is_causal")
-        return attention_flops(*args[1:4], is_causal, kwargs.get("attn_mask")) * 5 // 2
+        _, query, key, value, *_ = args
+        return attention_flops(query, key, value, is_causal, kwargs.get("attn_mask")) * 5 // 2
     return 0
 
 

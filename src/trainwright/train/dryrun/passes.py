@@ -1,4 +1,4 @@
-"""A whole step's counts from two shortened ones: all microbatches of a chunk but the first and the last do the same.
+"""A whole step's counts from two shortened ones: all microbatches of a chunk but the first and the last are alike.
 
 It imports no PyTorch, so that a command can refuse a number of microbatches without a second's wait.
 """

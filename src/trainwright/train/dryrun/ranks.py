@@ -15,8 +15,8 @@ from trainwright.spec.stages import layers_of_stages
 
 
 def first_ranks(run: Run) -> dict[int, int]:
-    """Each pipeline rank's first rank, and the rank that stands for it: the first of those that hold the same kinds
-    of layers, the same ends, and so have the same counts. (Bytes over time differ: the first holds most.)"""
+    """Each pipeline rank's first rank, and the rank that stands for it: the first of those that hold the same
+    kinds of layers, the same ends, and so have the same counts. (Bytes over time differ: the first holds most.)"""
     layout, schedule = run.layout, SCHEDULES[run.recipe.schedule]
     placement = schedule.stages(layout.pp, layout.vpp)
     last = schedule.num_stages(layout.pp, layout.vpp) - 1

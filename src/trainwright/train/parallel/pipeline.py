@@ -95,8 +95,8 @@ class Pipeline:
 
     @contextmanager
     def shortened(self, passes: int) -> Iterator[None]:
-        """While it lasts a step is no more than the first `passes` microbatches of each chunk, in their order: for a
-        rank whose peers aren't there (`train/dryrun/`), as other ranks would wait for the rest."""
+        """While it lasts a step is no more than the first `passes` microbatches of each chunk, in their order: for
+        a rank whose peers aren't there (`train/dryrun/`), as other ranks would wait for the rest."""
         whole = self._program, self._passes, self._round_ends
         kept: set[Place] = set()
         begun: Counter[int] = Counter()
