@@ -172,7 +172,7 @@ Written by `python tests/cpu/exact_runs.py` (`make exact`). The planner's counts
 trainer's own program, run on fake tensors with fake groups of the run's full world (`trainwright dryrun`): FLOPs
 of every matmul and of attention by part and phase, every collective and transfer by axis, operation, format, ranks
 and bytes, the bytes of parameters, gradients and optimizer states, and bytes kept for backward. Equal is equal to
-the last integer. `tests/cpu/test_exact.py` holds the fake program to real processes, and has the negative controls.
+the last integer. `tests/cpu/test_exact.py` holds the fake program to real processes, and has negative controls.
 
 FLOPs are two for a multiplication and an addition. Attention's are of the keys that a mask leaves, s (s + 1) / 2
 of s^2 under a causal one; its fused backward is 2.5 times its forward. Kernels are those of a CPU, which pads

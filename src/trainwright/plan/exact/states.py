@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trainwright.plan.exact.messages import FORMATS, Messages
 from trainwright.plan.exact.standing import Chunk, Standing, whole
-from trainwright.plan.exact.tensors import Tensor, chunk_tensors, chunk_units
+from trainwright.plan.exact.tensors import Tensor, chunk_tensors, chunk_units, cut_rows
 from trainwright.plan.sharding import BUCKET_BYTES
 from trainwright.spec.schedule import round_ends
 
@@ -28,10 +28,16 @@ def shard_ranks(standing: Standing, of_experts: bool) -> int:
 
 def padded(tensor: Tensor, ranks: int) -> int:
     """Values of all shards together: the dim that is cut is rounded up."""
-    shape = tensor.shape
-    if len(shape) >= 3 and shape[0] % ranks and any(size % ranks == 0 for size in shape[1:]):
+    if cuts_another_dim(tensor, ranks):
         return tensor.numel
-    return math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:])
+    rows, *rest = tensor.shape
+    return math.ceil(rows / ranks) * ranks * math.prod(rest)
+
+
+def cuts_another_dim(tensor: Tensor, ranks: int) -> bool:
+    """Of stacked experts that don't go evenly, another dim than the first (`sharded._even_cut`)."""
+    rows, *rest = tensor.shape
+    return len(rest) >= 2 and rows % ranks > 0 and any(size % ranks == 0 for size in rest)
 
 
 def shard_numel(standing: Standing, tensor: Tensor) -> int:
@@ -39,12 +45,10 @@ def shard_numel(standing: Standing, tensor: Tensor) -> int:
     if not is_sharded(standing):
         return tensor.numel
     ranks = shard_ranks(standing, tensor.of_experts)
-    shape = tensor.shape
-    if len(shape) >= 3 and shape[0] % ranks and any(size % ranks == 0 for size in shape[1:]):
+    if cuts_another_dim(tensor, ranks):
         return tensor.numel // ranks
-    rows = math.ceil(shape[0] / ranks)
-    own = min(max(shape[0] - place_among(standing, tensor.of_experts) * rows, 0), rows)
-    return own * math.prod(shape[1:])
+    rows, *rest = tensor.shape
+    return cut_rows(rows, ranks, place_among(standing, tensor.of_experts)) * math.prod(rest)
 
 
 def place_among(standing: Standing, of_experts: bool) -> int:
