@@ -71,13 +71,15 @@ def dryrun(
             progress.show(f"rank {each}", len(done) / len(wanted))
 
         recorded = dry_runs(run, wanted, microbatches, on_done)
-    found = {each: unequal(predicted_counts(run, each), counts) for each, counts in recorded.items()}
+    predicted = {each: predicted_counts(run, each) for each in recorded}
+    found = {each: unequal(predicted[each], counts) for each, counts in recorded.items()}
     if as_json:
         output.show_json(_report(run, recorded, found, stands_for, changes))
     else:
         from trainwright.present.counts import counts_view
 
-        output.show(counts_view(run, recorded, found, stands_for, changes, microbatches))
+        kept_compared = {each for each, counts in predicted.items() if counts.saved}
+        output.show(counts_view(run, recorded, found, stands_for, changes, microbatches, kept_compared))
     if any(found.values()):
         raise typer.Exit(1)
 

@@ -2,7 +2,7 @@
 planner's counts are the same."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 
@@ -12,7 +12,6 @@ from trainwright.spec.miniature import Change
 from trainwright.spec.run import Run
 from trainwright.spec.units import bytes_text
 
-MOST_ROWS = 12
 RULE = (
     "choices of experts are even: token t takes experts (t * top_k + c) mod X; other ranks send what this one does"
 )
@@ -25,8 +24,9 @@ def counts_view(
     stands_for: Mapping[int, int],
     changes: Sequence[Change],
     passes: int | None,
+    kept_compared: Collection[int],
 ) -> RenderableType:
-    """Every rank that was run."""
+    """Every rank that was run. kept_compared: ranks whose kept bytes the planner counts."""
     parts: list[RenderableType] = [
         headline(f"{run.name} ({run.hash}): a step without numbers, {run.layout.world:,} ranks", f"Rule: {RULE}")
     ]
@@ -36,7 +36,7 @@ def counts_view(
     for rank, counts in recorded.items():
         alike = [each for each, first in stands_for.items() if first == rank and each != rank]
         parts.append(_rank(counts, alike, passes))
-        parts.append(_verdict(found[rank]))
+        parts.append(_verdict(found[rank], has_kept=rank in kept_compared))
     return Group(*parts)
 
 
@@ -58,8 +58,8 @@ def _rank(counts: Counts, alike: Sequence[int], passes: int | None) -> Renderabl
     ]
     saved: Counter[str] = Counter()
     for each in counts.saved:
-        saved[each.part] += each.bytes
-    kept = [[part, bytes_text(size)] for part, size in saved.most_common(MOST_ROWS)]
+        saved[each.tensors] += each.bytes
+    kept = [[tensors, f"{size:,}", bytes_text(size)] for tensors, size in saved.most_common()]
     states = [(name, f"{size:,} bytes ({bytes_text(size)})") for name, size in counts.states.items()]
     states.append(("most live at a time", f"{counts.peak_bytes:,} bytes ({bytes_text(counts.peak_bytes)})"))
     message_columns = [
@@ -73,14 +73,18 @@ def _rank(counts: Counts, alike: Sequence[int], passes: int | None) -> Renderabl
     return Group(
         section(title, table([("FLOPs of", "<"), *((phase, ">") for phase in phases)], flops_rows)),
         section("Collectives and transfers", table(message_columns, message_rows)),
-        section("Kept from forward to backward, all microbatches", table([("part", "<"), ("bytes", ">")], kept)),
+        section(
+            "Kept from forward to backward, all microbatches",
+            table([("tensors", "<"), ("bytes", ">"), ("", ">")], kept),
+        ),
         section("States and peak", facts(states)),
     )
 
 
-def _verdict(found: Sequence[Inequality]) -> RenderableType:
+def _verdict(found: Sequence[Inequality], *, has_kept: bool) -> RenderableType:
     if not found:
-        return section("EQUAL to the planner's counts: FLOPs, collectives, states")
+        kept = "kept bytes" if has_kept else "kept bytes are not compared for such a model yet"
+        return section(f"EQUAL to the planner's counts: FLOPs, collectives, states, {kept}")
     rows = [[each.cause, f"{each.predicted:,}", f"{each.recorded:,}"] for each in found]
     columns = [("cause", "<"), ("planner", ">"), ("program", ">")]
     return section("NOT EQUAL to the planner's counts", table(columns, rows))
