@@ -115,6 +115,9 @@ def _core(
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
     out = Saved(out_bytes, FULL)
+    if recipe.cp_method == "all_to_all":
+        # The core keeps its output of whole sequences, beside which stands what came back for the projection.
+        kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
     if fused:
         statistics = Saved(max(recipe.compute_bytes, 4) * table.tokens * heads, CORE, is_statistic=True)
         return (AttentionCore("attention", flops, head_width, (*kept, out, statistics), CORE),)

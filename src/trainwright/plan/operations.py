@@ -28,6 +28,8 @@ class Saved(NamedTuple):
     dropped_by: int = 0
     is_statistic: bool = False
     """A number per row, such as a norm's: not counted in the papers' formulas."""
+    of_vocabulary: bool = False
+    """In proportion to the rank's part of the vocabulary, which is taken to be the largest."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,9 @@ def _loss_operations(
         # Forward reads the logits twice, for the maximum and the sum, and writes their gradient over them.
         copies, loss = 0, Elementwise("loss", 3 * size * logits, 0 * logits)
     saved = (Saved(input_bytes),)
+    if table.recipe.loss_chunks > 1:
+        # Gradients of the head's input and of its weights.
+        saved = (*saved, Saved(vocab * model.d_model * size, of_vocabulary=True))
     in_chunks = table.recipe.loss_chunks > 1
     matmul = Matmul(
         "head",

@@ -62,8 +62,7 @@ class FlopsCount(Noun):
 Tensors = Literal[
     "residual stream",
     "normed",
-    "queries, keys, values",
-    "attention's output",
+    "attention's core",
     "up and gate",
     "product",
     "logits",
@@ -72,9 +71,9 @@ Tensors = Literal[
     "gathered parameters",
     "other",
 ]
-"""What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics,
-attention's output its own. Left out of comparison (`spec/left_out.py`): numbers of tokens; and gathered
-parameters, which are no activations."""
+"""What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics;
+attention's core has queries, keys, values, the output and its statistics. Left out of comparison
+(`spec/left_out.py`): numbers of tokens; and gathered parameters, which are no activations."""
 
 
 class SavedCount(Noun):

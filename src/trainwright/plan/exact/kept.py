@@ -3,7 +3,7 @@
 from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import AttentionCore, Elementwise, Operation, Piece
+from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
 from trainwright.spec.model import DenseMlp, GroupedQueryAttention
@@ -22,8 +22,8 @@ def is_counted(standing: Standing) -> bool:
         and layer.attention.sliding_window is None
         for layer in model.layer_counts()
     )
-    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and recipe.loss_chunks == 1
-    shaped = standing.run.layout.cp == 1 and not standing.makes_graph_anew and not model.mtp_depth
+    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout
+    shaped = not (recipe.loss_chunks > 1 and model.head_bias) and not model.mtp_depth
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
 
@@ -39,8 +39,12 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
             continue
         for each in piece.operations:
             for place, saved in enumerate(each.saved):
-                if not saved.dropped_by & marks:
-                    found[_tensors(each, place)] += whole(saved.bytes) * passes
+                if saved.dropped_by & marks:
+                    continue
+                size = whole(saved.bytes)
+                if saved.of_vocabulary:
+                    size = size * standing.own_vocabulary // standing.most_vocabulary
+                found[_tensors(each, place)] += size * passes
         found["logits"] += _own_logits(standing, piece) * passes
     return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
 
@@ -51,8 +55,9 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
 
 def _tensors(each: Operation, place: int) -> Tensors:
     if isinstance(each, AttentionCore):
-        # Queries; keys and values; the output; its statistics.
-        return "queries, keys, values" if place < 2 else "attention's output"
+        return "attention's core"
+    if isinstance(each, Matmul) and each.gradients_in_forward:
+        return "gradients of the loss"
     if isinstance(each, Elementwise):
         if each.name == "norm":
             return "residual stream" if place == 0 else "normed"

@@ -41,6 +41,8 @@ class SavedKey(NamedTuple):
     where: str
     operator: str
     is_floating: bool
+    is_number: bool = False
+    """Of one value."""
 
 
 GATHERED = "gathered"
@@ -70,7 +72,7 @@ class Counting(LiveBytes):
         self._most = 0
         self._input_key: int | None = None
         self._output_key: int | None = None
-        self._is_floating = True
+        self._is_floating, self._is_number = True, False
         self._gathering = 0
         self._pieces: tuple[Transformer, ...] = ()
         super().__init__(storages)
@@ -150,7 +152,7 @@ class Counting(LiveBytes):
         return FlopsKey(phase, self._places.module, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        self._is_floating = tensor.dtype.is_floating_point
+        self._is_floating, self._is_number = tensor.dtype.is_floating_point, tensor.numel() == 1
         if self._fake is None:
             return super()._counts(tensor)
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
@@ -163,7 +165,7 @@ class Counting(LiveBytes):
         self._most = max(self._most, self.bytes)
         if is_new and self._act is not None:
             operator = GATHERED if self._gathering else self._operator
-            self._born[key] = SavedKey(self._places.module, operator, self._is_floating)
+            self._born[key] = SavedKey(self._places.module, operator, self._is_floating, self._is_number)
 
 
 def flops_of(name: str, args: Any, kwargs: Any) -> int:

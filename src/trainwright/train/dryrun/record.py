@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainwright.spec.counts import ActBytes, CollectiveCount, Counts, FlopsCount, SavedCount, part_of
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
-from trainwright.train.dryrun.counting import FORWARD_KERNELS, GATHERED, INPUT, Counting, SavedKey
+from trainwright.train.dryrun.counting import GATHERED, INPUT, Counting, SavedKey
 from trainwright.train.dryrun.fabric import Fabric, fake_world
 from trainwright.train.dryrun.passes import extended
 from trainwright.train.dryrun.program import begin, fake_batch, fake_mode, fake_trainer
@@ -80,7 +80,7 @@ def recorded(trainer: Trainer, batch: Batch, fake: FakeTensorMode | None = None)
             "gradients": gradient_bytes,
             "optimizer": _optimizer_bytes(trainer),
         },
-        saved=_saved(counting),
+        saved=_saved(counting, in_chunks=trainer.run.recipe.loss_chunks > 1),
         acts=tuple(ActBytes(name=name, end_bytes=end, most_bytes=most) for name, end, most in counting.acts),
         peak_bytes=counting.peak_bytes,
     )
@@ -129,11 +129,11 @@ def _collectives(recorder: Recorder) -> tuple[CollectiveCount, ...]:
     )
 
 
-def _saved(counting: Counting) -> tuple[SavedCount, ...]:
+def _saved(counting: Counting, *, in_chunks: bool) -> tuple[SavedCount, ...]:
     found: Counter[tuple[str, str, str]] = Counter()
     for key, size in counting.saved_bytes.items():
         part = part_of(key.where)
-        found[tensors_of(part, key), part, key.operator] += size
+        found[tensors_of(part, key, in_chunks=in_chunks), part, key.operator] += size
     return tuple(
         SavedCount.parse({"tensors": tensors, "part": part, "operator": operator, "bytes": size})
         for (tensors, part, operator), size in sorted(found.items())
@@ -145,16 +145,14 @@ BY_PART = {
     "residual": "residual stream",
     "embedding": "residual stream",
     "positions": "residual stream",
-    "value": "queries, keys, values",
-    "query": "queries, keys, values",
-    "key": "queries, keys, values",
+    **dict.fromkeys(("attention", "query", "key", "value"), "attention's core"),
     "up": "up and gate",
     "gate": "up and gate",
     "mlp": "product",
 }
 
 
-def tensors_of(part: str, key: SavedKey) -> str:
+def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     """What a part has made, as planner and program both name it (`spec.counts.Tensors`)."""
     if key.operator == GATHERED:
         return "gathered parameters"
@@ -162,9 +160,9 @@ def tensors_of(part: str, key: SavedKey) -> str:
         return "residual stream"
     if not key.is_floating:
         return "numbers of tokens"
-    if part == "attention":
-        return "attention's output" if key.operator in FORWARD_KERNELS else "queries, keys, values"
     if part == "head":
+        if in_chunks:
+            return "numbers of tokens" if key.is_number else "gradients of the loss"
         return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
     if part.endswith("norm"):
         return "normed"
