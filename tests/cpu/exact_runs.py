@@ -78,7 +78,7 @@ def _fields(draw: random.Random) -> dict[str, Any]:
     ops = ["attention", "norm", "activation"]
     if mlp.get("kind") == "moe":
         layout["ep"] = draw.choice((1, 2, 4))
-        layout["etp"] = 1
+        layout["etp"] = draw.choice((1, 1, 2))
         ops.append("moe")
     else:
         ops.append("mlp")
@@ -102,6 +102,9 @@ def _fields(draw: random.Random) -> dict[str, Any]:
         "attention_kernel": draw.choice(("flash", "flash", "flash", "unfused")),
         "optimizer": {"moments": draw.choice(("fp32", "bf16")) if precision != "fp64" else "fp32", "beta2": 0.95},
     }
+    if mlp.get("kind") == "moe":
+        recipe["capacity_factor"] = draw.choice((None, None, 1.0, 1.5))
+        recipe["balance_loss"] = draw.choice((0.0, 0.0, 0.01))
     if recipe["recompute"] == "selective":
         recipe["recompute_ops"] = draw.sample(ops, draw.randint(1, len(ops)))
     if recipe["recompute"] == "full":
@@ -126,7 +129,7 @@ def _model(draw: random.Random, layout: dict[str, int]) -> tuple[dict[str, Any],
         "d_head": 8,
         "qkv_bias": draw.random() < 0.3,
         "out_bias": draw.random() < 0.2,
-        "qk_norm": draw.choice(("none", "none", "per_head")),
+        "qk_norm": draw.choice(("none", "none", "per_head", "all_heads")),
     }
     if draw.random() < 0.25:
         ranks = {"kv_lora_rank": 16, "d_nope": 8, "d_rope": 8, "d_value": draw.choice((8, 16))}

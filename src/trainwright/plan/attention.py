@@ -19,6 +19,13 @@ CORE = FULL | marks("attention")
 UP = FULL | marks("latent_up")
 
 
+class _Widths:
+    """Width per token, on one rank, of queries, keys, values and the core's output."""
+
+    def __init__(self, query: Floats, key: Floats, value: Floats, out: Floats) -> None:
+        self.query, self.key, self.value, self.out = query, key, value, out
+
+
 def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...]:
     """From the normed input to the output projection."""
     attention, size = layer.attention, table.recipe.compute_bytes
@@ -31,6 +38,7 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
             *projection(table, "key", table.model.d_model, widths.key, again=FULL, save_input=False),
             *projection(table, "value", table.model.d_model, widths.value, again=FULL, save_input=False),
         )
+        projections = (*projections, *_norms_over_heads(table, attention))
         rotated, queries_again, keys_again = widths.query + widths.key, FULL, FULL
         head_width = float(attention.d_head)
     else:
@@ -40,10 +48,11 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
         head_width = (attention.d_nope + attention.d_rope + attention.d_value) / 2
     rotary_bytes = table.tokens * rotated * size
     rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=queries_again, kernels=4)
-    dealt = _dealt(table, attention, widths)
+    inside = _inside(table, attention, widths)
+    dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
-    core = _core(table, layer, heads, head_width, kept, table.tokens * widths.out * size)
+    core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
     copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
@@ -53,6 +62,24 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
 
 
+def _norms_over_heads(table: Table, attention: GroupedQueryAttention) -> tuple[Operation, ...]:
+    """A norm of queries and one of keys over all heads, of which a tp rank has some: a number per token is summed
+    for each, forward and backward; two where the mean is taken off."""
+    if attention.qk_norm != "all_heads":
+        return ()
+    sums: tuple[CollectiveOp, ...] = ("all_reduce",) * (4 if table.model.norm == "layernorm" else 2)
+    message = max(table.recipe.compute_bytes, 4) * table.tokens
+    return (Collective("norms over heads", "tp", sums, sums, message, FULL, is_precise=True),)
+
+
+def _inside(table: Table, attention: Attention, widths: _Widths) -> _Widths:
+    """Of what goes into the core and comes out: a CPU's fused kernel wants values as wide as keys."""
+    if table.cluster.device.kind != "cpu" or isinstance(attention, GroupedQueryAttention):
+        return widths
+    wide = np.maximum(widths.query, widths.value)
+    return _Widths(widths.query, widths.key, wide, wide)
+
+
 def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]:
     """What the core reads. Of heads that cp has exchanged it keeps what came, which nothing but the whole layer
     makes again."""
@@ -60,13 +87,6 @@ def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]
         return (Saved(num_bytes, made_again),)
     cut = table.columns.cp > 1
     return (Saved(num_bytes * cut, FULL), Saved(num_bytes * ~cut, made_again))
-
-
-class _Widths:
-    """Width per token, on one rank, of queries, keys, values and the core's output."""
-
-    def __init__(self, query: Floats, key: Floats, value: Floats, out: Floats) -> None:
-        self.query, self.key, self.value, self.out = query, key, value, out
 
 
 def _widths(table: Table, attention: GroupedQueryAttention) -> _Widths:

@@ -13,6 +13,7 @@ from trainwright.plan.operations import Collective, Elementwise, Matmul, Operati
 from trainwright.plan.table import FULL, Floats, Table, marks
 
 NORM = marks("norm")
+ACTIVATION = marks("activation")
 
 FUSED_SHOWN = 0.53
 """Of the traffic of sums that a matmul adds up itself, what makes it longer: fits 183 matmuls of A100
@@ -100,7 +101,7 @@ def ending(table: Table, whole: int) -> dict[str, Any]:
     """What stands at the end of an MLP that is recomputed as a whole under these marks. In a recomputed layer a
     norm or a mask may follow."""
     follows = table.model.norm_placement != "pre" or bool(table.recipe.dropout)
-    return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole}
+    return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole | ACTIVATION}
 
 
 def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:

@@ -9,14 +9,13 @@ gather one another's tokens.
 
 import numpy as np
 
-from trainwright.plan.linear import NORM, casts, ending, entry, leave, of, projection
+from trainwright.plan.linear import ACTIVATION, NORM, casts, ending, entry, leave, of, projection
 from trainwright.plan.operations import Collective, Dispatch, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.model import DenseMlp, MoeMlp
 
 MLP = FULL | marks("mlp")
 MOE = FULL | marks("moe")
-ACTIVATION = marks("activation")
 SHARED = "shared experts"
 
 
@@ -116,7 +115,7 @@ def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Fl
     gate = ()
     if mlp.gated:
         gate = (Matmul("expert gate", each, of(table, d_model), width, (), MOE, shares_input=True, **alike),)
-    down = Matmul("expert down", each, width, of(table, d_model), (), MOE, **alike)
+    down = Matmul("expert down", each, width, of(table, d_model), (), MOE, again_anew=ACTIVATION, **alike)
     biased = _biases(table, mlp, rows, width)
     gate_casts = tuple(cast for matmul in gate for cast in casts(table, matmul, cast_input=False))
     return (

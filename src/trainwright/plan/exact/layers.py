@@ -1,6 +1,6 @@
 """Messages of layers, embedding and head, from the lists of operations, and of transfers between stages."""
 
-from trainwright.plan.exact.messages import FORMATS, Messages
+from trainwright.plan.exact.messages import FORMATS, SIZES, Messages
 from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import Collective, Dispatch
 from trainwright.spec.model import MoeMlp
@@ -28,10 +28,25 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
     if axis == "cp" and recipe.cp_method == "ring":
         _add_ring(standing, messages, compute, size, passes, whole_again=again, core_again=bool(each.core & marks))
         return
+    if axis == "etp":
+        _add_etp(standing, messages, each, compute, size, passes, again=again)
+        return
     for operation in each.forward:
         messages.add(axis, operation, compute, size, passes * (1 + again) * whole(each.parts))
     for operation in each.backward:
         messages.add(axis, operation, compute, size, passes * whole(each.parts))
+
+
+def _add_etp(
+    standing: Standing, messages: Messages, each: Collective, dtype: str, size: int, passes: int, *, again: bool
+) -> None:
+    """Rows of different lengths, which no gather takes: each rank's go to all by an all-to-all, and sums come back
+    by one. Rows come with their weights."""
+    messages.add("etp", "all_to_all", dtype, size, passes * (2 + again))
+    if each.forward == ("all_gather",):
+        recipe, model = standing.run.recipe, standing.run.model
+        rows, precise = size // (model.d_model * whole(recipe.compute_bytes)), precise_format(standing)
+        messages.add("etp", "all_to_all", precise, rows * SIZES[precise], passes * (2 + again))
 
 
 def _add_ring(
@@ -61,11 +76,24 @@ def _add_dispatch(standing: Standing, messages: Messages, each: Dispatch, marks:
     messages.add("ep", "all_to_all", compute, rows * size, passes * (times + 1))
     if each.name != "dispatch":
         return
-    number = 8 if precise == "float64" else 4
-    messages.add("ep", "all_to_all", precise, rows * number, passes * (times + 1))
+    messages.add("ep", "all_to_all", precise, rows * SIZES[precise], passes * (times + 1))
+    if recipe.capacity_factor is not None or recipe.balance_loss:
+        _add_choices(standing, messages, each.num_experts, passes * times)
     messages.add("ep", "all_to_all", "int64", 8 * each.num_experts, passes * times)
     if layout.etp > 1:
         messages.add("etp", "all_gather", "int64", 8 * each.num_experts * layout.etp, passes * times)
+
+
+def _add_choices(standing: Standing, messages: Messages, num_experts: int, count: int) -> None:
+    """How often each run of positions chose each expert, told over the axes that share a sequence
+    (`train/parallel/choices.py`)."""
+    recipe, layout = standing.run.recipe, standing.run.layout
+    # An early part and a late one, which don't follow one another where tp doesn't cut between them.
+    runs = 2 if layout.cp > 1 and recipe.cp_method != "all_to_all" and layout.tp % 2 else 1
+    size = runs * recipe.micro_batch * num_experts * 8
+    for axis in ("tp", "cp"):
+        size *= layout.degree(axis)
+        messages.add(axis, "all_gather", "int64", size, count)
 
 
 def _add_transfers(standing: Standing, messages: Messages) -> None:

@@ -13,6 +13,9 @@ FORMATS = {8: "float64", 4: "float32", 2: "bfloat16"}
 """Of the trainer's tensors, by the bytes of a value."""
 
 
+SIZES = {name: size for size, name in FORMATS.items()}
+
+
 class Messages:
     """Counts messages on one rank."""
 

@@ -36,10 +36,12 @@ class Standing:
 
     @cached_property
     def table(self) -> Table:
-        """As on a CPU, whose kernels the dry run calls."""
+        """As on a CPU, whose kernels the dry run calls; and with rows that are never padded: under even choices a
+        capacity of 1 and more drops none."""
         table, cluster = Table.of_run(self.run), self.run.cluster
         device = cluster.device.model_copy(update={"kind": "cpu"})
-        return replace(table, cluster=cluster.model_copy(update={"device": device}))
+        recipe = self.run.recipe.model_copy(update={"capacity_factor": None, "expert_imbalance": 1.0})
+        return replace(table, recipe=recipe, cluster=cluster.model_copy(update={"device": device}))
 
     @property
     def most_vocabulary(self) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from trainwright.plan.exact.standing import Chunk, Standing
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import Attention, GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
+from trainwright.spec.run import Run
 
 
 class Tensor(NamedTuple):
@@ -107,7 +108,7 @@ def layer_tensors(standing: Standing, layer: LayerSpec, prefix: str) -> Iterator
     if before:
         yield from norm_tensors(model, f"{prefix}mlp_norm.", model.d_model, partial)
     if isinstance(layer.mlp, MoeMlp):
-        yield from _moe_tensors(model, layer.mlp, layout, f"{prefix}mlp.", partial)
+        yield from _moe_tensors(run, layer.mlp, f"{prefix}mlp.", partial)
     else:
         mlp = layer.mlp
         yield from _mlp_tensors(model.d_model, mlp.d_ff, mlp.gated, mlp.bias, layout.tp, f"{prefix}mlp.", partial)
@@ -148,7 +149,7 @@ def _attention_tensors(
         yield from _linear(f"{prefix}{name}", kv_width, d_model, attention.qkv_bias, not is_cut)
     yield Tensor(f"{prefix}out.weight", (d_model, width), is_matrix=True, waits=True)
     if attention.out_bias:
-        yield Tensor(f"{prefix}out.bias", (d_model,), partial)
+        yield Tensor(f"{prefix}out.bias", (d_model,), partial, waits=tp == 1)
     if attention.qk_norm == "per_head":
         for name in ("query_norm", "key_norm"):
             yield Tensor(f"{prefix}{name}.weight", (attention.d_head,), sequence_cut)
@@ -167,11 +168,20 @@ def _mlp_tensors(
     yield from _linear(f"{prefix}up", d_ff // tp, d_model, bias)
     yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True, waits=True)
     if bias:
-        yield Tensor(f"{prefix}down.bias", (d_model,), partial)
+        yield Tensor(f"{prefix}down.bias", (d_model,), partial, waits=tp == 1)
 
 
-def _moe_tensors(model: ModelSpec, mlp: MoeMlp, layout: Layout, prefix: str, partial: bool) -> Iterator[Tensor]:
-    d_model, width, experts = model.d_model, mlp.d_ff // layout.etp, mlp.num_experts // layout.ep
+def multiplied_in_turn(run: Run, mlp: MoeMlp) -> bool:
+    """Whether experts are plain matmuls one after the other: where the recipe says so, or PyTorch has no grouped
+    one for the format and the widths (`train/model/experts.py`)."""
+    size = int(run.recipe.compute_bytes)
+    aligned = all(width * size % 16 == 0 for width in (run.model.d_model, mlp.d_ff // run.layout.etp))
+    return run.recipe.expert_matmuls == "sequential" or size == 8 or not aligned
+
+
+def _moe_tensors(run: Run, mlp: MoeMlp, prefix: str, partial: bool) -> Iterator[Tensor]:
+    layout, in_turn = run.layout, multiplied_in_turn(run, mlp)
+    d_model, width, experts = run.model.d_model, mlp.d_ff // layout.etp, mlp.num_experts // layout.ep
     yield from _linear(f"{prefix}router", mlp.num_experts, d_model, mlp.router_bias, partial)
     names: list[tuple[str, tuple[int, ...]]] = [
         ("up", (experts, width, d_model)),
@@ -183,7 +193,9 @@ def _moe_tensors(model: ModelSpec, mlp: MoeMlp, layout: Layout, prefix: str, par
         names += [("up_bias", (experts, width)), ("down_bias", (experts, d_model))]
         names += [("gate_bias", (experts, width))] * mlp.gated
     for name, shape in names:
-        yield Tensor(f"{prefix}experts.{name}", shape, of_experts=True, is_matrix=not name.endswith("bias"))
+        is_matrix = not name.endswith("bias")
+        waits = is_matrix and in_turn
+        yield Tensor(f"{prefix}experts.{name}", shape, of_experts=True, is_matrix=is_matrix, waits=waits)
     if mlp.d_ff_shared:
         shared = f"{prefix}shared."
         yield from _mlp_tensors(d_model, mlp.d_ff_shared, mlp.gated, False, layout.tp, shared, partial)

@@ -149,7 +149,11 @@ class Counting(LiveBytes):
         if phase == "backward" and (is_forward or torch.is_grad_enabled()):
             phase = "recompute"
         is_attention = is_forward or name in BACKWARD_KERNELS
-        return FlopsKey(phase, self._places.module, "attention" if is_attention else "matmul")
+        where = self._places.module
+        if not where and (is_attention or name in ("bmm", "baddbmm")):
+            # A core that was recomputed outside of its module, in the middle of a backward.
+            where = "attention"
+        return FlopsKey(phase, where, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         self._is_floating, self._is_number = tensor.dtype.is_floating_point, tensor.numel() == 1

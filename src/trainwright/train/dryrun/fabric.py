@@ -91,7 +91,7 @@ class Fabric(TorchDispatchMode):
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if not tensors:
-            if func._opname not in ("arange", "scalar_tensor") or not all(_is_number(each) for each in leaves[:1]):
+            if not _is_known_from_nothing(func._opname, leaves, kwargs):
                 return None
             if func._opname == "arange" and max(filter(_is_number, leaves), default=0) > MOST_KNOWN:
                 return None
@@ -108,6 +108,15 @@ class Fabric(TorchDispatchMode):
         parts = result if isinstance(result, (tuple, list)) else (result,)
         is_small = all(isinstance(each, torch.Tensor) and each.numel() <= MOST_KNOWN for each in parts)
         return result if is_small else None
+
+
+def _is_known_from_nothing(name: str, leaves: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that takes no tensors gives numbers that matter: positions, constants, and zeros and
+    ones of whole numbers."""
+    if name in ("arange", "scalar_tensor"):
+        return all(_is_number(each) for each in leaves[:1])
+    dtype = kwargs.get("dtype")
+    return name in ("zeros", "ones") and dtype is not None and not dtype.is_floating_point
 
 
 def _is_number(value: Any) -> bool:
