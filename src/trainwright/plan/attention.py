@@ -52,6 +52,10 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
+    if inside is not widths:
+        # Cut to the values' own width, the output is another tensor.
+        wider = inside.out > widths.out
+        kept = (*kept, Saved(table.tokens * widths.out * size * wider, FULL))
     core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
@@ -114,8 +118,14 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
             *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
         )
     down = of(table, attention.kv_lora_rank + attention.d_rope)
-    latents = table.tokens * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) * table.recipe.compute_bytes
-    latent_norms = Elementwise("latent norm", 2 * latents, 3 * latents, (Saved(latents, FULL),), FULL, kernels=2)
+    size, norms = table.recipe.compute_bytes, 2 if attention.q_lora_rank else 1
+    latents = table.tokens * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) * size
+    # The key's turned part stands beside the latent in one projection's output, which is kept whole.
+    kept = (
+        Saved(latents + table.tokens * attention.d_rope * size, FULL),
+        Saved(norms * max(size, 4) * table.tokens, FULL, is_statistic=True),
+    )
+    latent_norms = Elementwise("latent norm", 2 * latents, 3 * latents, kept, FULL, kernels=2)
     up = heads * (attention.d_nope + attention.d_value)
     made = (
         *made,

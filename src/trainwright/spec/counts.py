@@ -62,6 +62,7 @@ class FlopsCount(Noun):
 Tensors = Literal[
     "residual stream",
     "normed",
+    "latents",
     "attention's core",
     "up and gate",
     "product",

@@ -6,7 +6,7 @@ from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
-from trainwright.spec.model import DenseMlp, GroupedQueryAttention
+from trainwright.spec.model import Attention, DenseMlp, GroupedQueryAttention
 
 
 def is_counted(standing: Standing) -> bool:
@@ -15,17 +15,20 @@ def is_counted(standing: Standing) -> bool:
     plain = all(
         isinstance(layer.mlp, DenseMlp)
         and layer.mlp.activation != "swiglu_clamped"
-        and isinstance(layer.attention, GroupedQueryAttention)
-        and layer.attention.qk_norm == "none"
-        and not layer.attention.sinks
-        and layer.attention.logit_softcap is None
         and layer.attention.sliding_window is None
+        and _is_plain(layer.attention)
         for layer in model.layer_counts()
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout
     shaped = not (recipe.loss_chunks > 1 and model.head_bias) and not model.mtp_depth
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
+
+
+def _is_plain(attention: Attention) -> bool:
+    if not isinstance(attention, GroupedQueryAttention):
+        return True
+    return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
 
 
 def kept(standing: Standing) -> tuple[SavedCount, ...]:
@@ -61,6 +64,8 @@ def _tensors(each: Operation, place: int) -> Tensors:
     if isinstance(each, Elementwise):
         if each.name == "norm":
             return "residual stream" if place == 0 else "normed"
+        if each.name == "latent norm":
+            return "latents" if place == 0 else "normed"
         if each.name == "activation":
             return "up and gate" if place == 0 else "product"
         if each.name == "embedding":

@@ -21,19 +21,19 @@ def first_ranks(run: Run) -> dict[int, int]:
     placement = schedule.stages(layout.pp, layout.vpp)
     last = schedule.num_stages(layout.pp, layout.vpp) - 1
     stages = layers_of_stages(run.model.num_layers, last + 1, layout.stage_layers)
+    # Stages that are held once may be neighbours on one rank: their results are handed over, not sent.
+    is_once = last + 1 == layout.stages
     standing: dict[object, int] = {}
     found: dict[int, int] = {}
-    for pp in range(layout.pp):
+    for pp, own in enumerate(placement):
         rank = layout.rank(Coordinate(0, 0, pp, 0))
-        held = [
-            (stage == 0, stage == last, tuple(run.model.layers[number] for number in stages[stage]))
-            for stage in placement[pp]
-        ]
-        inner = [0 < stage < last or layout.pp == 1 for stage in placement[pp]]
-        content = (tuple(held), tuple(inner))
-        # Twins hold the same the other way round.
-        if not schedule.splits_backward:
-            content = (content, pp in (0, layout.pp - 1))
+        content = tuple(
+            (
+                *(stage == 0, stage == last, is_once and stage + 1 in own, is_once and stage - 1 in own),
+                tuple(run.model.layers[number] for number in stages[stage]),
+            )
+            for stage in own
+        )
         found[rank] = standing.setdefault(content, rank)
     return found
 

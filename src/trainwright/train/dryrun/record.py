@@ -149,6 +149,8 @@ BY_PART = {
     "up": "up and gate",
     "gate": "up and gate",
     "mlp": "product",
+    "q_down": "latents",
+    "kv_down": "latents",
 }
 
 
