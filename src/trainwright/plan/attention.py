@@ -52,11 +52,11 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
-    if inside is not widths:
-        # Cut to the values' own width, the output is another tensor.
-        wider = inside.out > widths.out
-        kept = (*kept, Saved(table.tokens * widths.out * size * wider, FULL))
-    core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size)
+    # The projection reads the core's output, or, where that is wider than the values, what is cut out of it.
+    is_cut = bool(np.any(inside.out > widths.out))
+    if is_cut:
+        kept = (*kept, Saved(table.tokens * widths.out * size, FULL))
+    core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size, is_cut)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
     copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
@@ -137,15 +137,21 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
 
 
 def _core(
-    table: Table, layer: LayerSpec, heads: Floats, head_width: float, kept: tuple[Saved, ...], out_bytes: Floats
+    table: Table,
+    layer: LayerSpec,
+    heads: Floats,
+    head_width: float,
+    kept: tuple[Saved, ...],
+    out_bytes: Floats,
+    is_cut: bool,
 ) -> tuple[Operation, ...]:
     attention, recipe = layer.attention, table.recipe
     fused = recipe.attention_kernel != "unfused"
     # Without flash attention all keys are computed, masked ones too.
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
-    out = Saved(out_bytes, FULL)
-    if recipe.cp_method == "all_to_all":
+    out = Saved(out_bytes, CORE if is_cut else FULL)
+    if recipe.cp_method == "all_to_all" and not is_cut:
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
     if fused:
