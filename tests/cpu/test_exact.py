@@ -111,7 +111,7 @@ def _assert_same(world: int, name: str) -> None:
     for rank in range(world):
         real, fake = seen(world)[rank][name], dry_run(run, rank)
         assert real.by_cause() == fake.by_cause(), rank
-        assert real.saved == fake.saved, rank
+        assert real.saved_by_cause() == fake.saved_by_cause(), rank
 
 
 def test_the_verb_says_equal_and_refuses_a_rank_beyond_the_world(
