@@ -66,6 +66,8 @@ Tensors = Literal[
     "attention's core",
     "up and gate",
     "product",
+    "rows of experts",
+    "scores of experts",
     "logits",
     "gradients of the loss",
     "numbers of tokens",

@@ -44,6 +44,9 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
                 again = whole(each.scores_flops) * passes
             if standing.runs_again(each, marks):
                 found["recompute", name, kind] += again
+            elif each.name == "expert down" and marks & each.again_anew:
+                # Of matmuls one after the other, recomputation ends before the last.
+                found["recompute", name, kind] += standing.before_the_last_expert(forward)
     return tuple(
         FlopsCount.parse({"phase": phase, "part": part, "kind": kind, "flops": count})
         for (phase, part, kind), count in sorted(found.items())

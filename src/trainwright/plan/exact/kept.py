@@ -6,20 +6,20 @@ from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
-from trainwright.spec.model import Attention, DenseMlp, GroupedQueryAttention
+from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
 
 
 def is_counted(standing: Standing) -> bool:
     """Whether kept bytes are counted to the last one: `spec.left_out.NOT_YET` says of which runs."""
     recipe, model = standing.run.recipe, standing.run.model
     plain = all(
-        isinstance(layer.mlp, DenseMlp)
-        and layer.mlp.activation != "swiglu_clamped"
+        layer.mlp.activation != "swiglu_clamped"
+        and not (isinstance(layer.mlp, MoeMlp) and (layer.mlp.bias or layer.mlp.shared_gate))
         and layer.attention.sliding_window is None
         and _is_plain(layer.attention)
         for layer in model.layer_counts()
     )
-    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout
+    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
     shaped = not (recipe.loss_chunks > 1 and model.head_bias) and not model.mtp_depth
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
@@ -70,4 +70,6 @@ def _tensors(each: Operation, place: int) -> Tensors:
             return "up and gate" if place == 0 else "product"
         if each.name == "embedding":
             return "numbers of tokens"
-    return "normed"
+    if each.name == "router" and place == 1:
+        return "scores of experts"
+    return "rows of experts" if each.name == "expert up" else "normed"

@@ -9,7 +9,7 @@ from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece
 from trainwright.plan.table import Table
 from trainwright.spec.layout import Coordinate
-from trainwright.spec.model import LayerSpec
+from trainwright.spec.model import LayerSpec, MoeMlp
 from trainwright.spec.run import Run
 from trainwright.spec.schedule import SCHEDULES, Placement, Row, Rows
 from trainwright.spec.stages import layers_of_stages
@@ -81,6 +81,14 @@ class Standing:
         schedules split backward (`train/parallel/recompute.py`)."""
         return SCHEDULES[self.run.recipe.schedule].splits_backward
 
+    def before_the_last_expert(self, flops: int) -> int:
+        """Of FLOPs of a rank's experts, those of all but the last one where they are multiplied one by one."""
+        mlp = next(layer.mlp for layer in self.run.model.layers if isinstance(layer.mlp, MoeMlp))
+        if not multiplied_in_turn(self.run, mlp):
+            return 0
+        experts = mlp.num_experts // self.run.layout.ep
+        return flops * (experts - 1) // experts
+
     def runs_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> bool:
         """Whether the operations of `marks` being recomputed makes this one run again."""
         if isinstance(each, AttentionCore):
@@ -122,6 +130,14 @@ class Standing:
     @cached_property
     def _pieces(self) -> dict[LayerSpec, Piece]:
         return {}
+
+
+def multiplied_in_turn(run: Run, mlp: MoeMlp) -> bool:
+    """Whether experts are plain matmuls one after the other: where the recipe says so, or PyTorch has no grouped
+    one for the format and the widths (`train/model/experts.py`)."""
+    size = int(run.recipe.compute_bytes)
+    aligned = all(width * size % 16 == 0 for width in (run.model.d_model, mlp.d_ff // run.layout.etp))
+    return run.recipe.expert_matmuls == "sequential" or size == 8 or not aligned
 
 
 def whole(value: object) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trainwright.plan.exact.standing import Chunk, Standing
+from trainwright.plan.exact.standing import Chunk, Standing, multiplied_in_turn
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import Attention, GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
 from trainwright.spec.run import Run
@@ -169,14 +169,6 @@ def _mlp_tensors(
     yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True, waits=True)
     if bias:
         yield Tensor(f"{prefix}down.bias", (d_model,), partial, waits=tp == 1)
-
-
-def multiplied_in_turn(run: Run, mlp: MoeMlp) -> bool:
-    """Whether experts are plain matmuls one after the other: where the recipe says so, or PyTorch has no grouped
-    one for the format and the widths (`train/model/experts.py`)."""
-    size = int(run.recipe.compute_bytes)
-    aligned = all(width * size % 16 == 0 for width in (run.model.d_model, mlp.d_ff // run.layout.etp))
-    return run.recipe.expert_matmuls == "sequential" or size == 8 or not aligned
 
 
 def _moe_tensors(run: Run, mlp: MoeMlp, prefix: str, partial: bool) -> Iterator[Tensor]:

@@ -42,7 +42,7 @@ class SavedKey(NamedTuple):
     operator: str
     is_floating: bool
     is_number: bool = False
-    """Of one value."""
+    """Of one value, or one for each row."""
 
 
 GATHERED = "gathered"
@@ -156,7 +156,10 @@ class Counting(LiveBytes):
         return FlopsKey(phase, where, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        self._is_floating, self._is_number = tensor.dtype.is_floating_point, tensor.numel() == 1
+        self._is_floating, self._is_number = (
+            tensor.dtype.is_floating_point,
+            tensor.ndim < 2 or tensor.shape[-1] == 1,
+        )
         if self._fake is None:
             return super()._counts(tensor)
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake

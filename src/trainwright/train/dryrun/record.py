@@ -148,9 +148,20 @@ BY_PART = {
     **dict.fromkeys(("attention", "query", "key", "value"), "attention's core"),
     "up": "up and gate",
     "gate": "up and gate",
+    "shared up": "up and gate",
+    "shared gate": "up and gate",
     "mlp": "product",
     "q_down": "latents",
     "kv_down": "latents",
+}
+
+
+ACTIVATIONS = ("silu", "gelu", "relu")
+OF_MIXTURES = {
+    "_softmax": "scores of experts",
+    "sigmoid": "scores of experts",
+    "index_select": "rows of experts",
+    "new_empty": "rows of experts",
 }
 
 
@@ -168,4 +179,9 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
         return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
     if part.endswith("norm"):
         return "normed"
+    if part == "mlp" and key.operator not in ACTIVATIONS:
+        # Of a mixture of experts: a token's weights are numbers of tokens.
+        return OF_MIXTURES.get(key.operator, "numbers of tokens") if not key.is_number else "numbers of tokens"
+    if part in ("experts", "mlp.shared"):
+        return "product" if key.operator in ACTIVATIONS else "up and gate"
     return BY_PART.get(part, "other")

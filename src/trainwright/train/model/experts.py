@@ -201,7 +201,7 @@ class MixtureOfExperts(nn.Module):
             way.back(self.experts(*way.there()))
 
         def added_up() -> torch.Tensor:
-            return torch.zeros_like(x_TD).index_add(0, token_R, way.home()).view_as(x_BSD)
+            return _AddedUp.apply(way.home(), token_R, x_TD.shape[0]).view_as(x_BSD)  # pyright: ignore[reportAttributeAccessIssue]
 
         if self.shared is not None and self.hides_ways:
             inner = self.shared.expand(x_BSD)
@@ -302,6 +302,20 @@ class _Weighted(torch.autograd.Function):
         (d_inner,) = torch.autograd.grad(active, inner, d_active)
         d_weight_R = (upstream_RF * product).sum(-1, dtype=weight_R.dtype)
         return (d_inner, None, d_weight_R, None) if gate_RF is None else (d_up, d_inner, d_weight_R, None)
+
+
+class _AddedUp(torch.autograd.Function):
+    """Rows added up at their places, which alone are kept: PyTorch's index_add keeps the rows too."""
+
+    @staticmethod
+    def forward(ctx: Any, row_RD: torch.Tensor, place_R: torch.Tensor, places: int) -> torch.Tensor:
+        ctx.save_for_backward(place_R)
+        return row_RD.new_zeros((places, row_RD.shape[1])).index_add(0, place_R, row_RD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place_R), None, None
 
 
 class _WithLoss(torch.autograd.Function):
