@@ -1,5 +1,7 @@
 """The pieces that a model is cut into: layers, the embedding, the head, and modules of multi-token prediction."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from trainwright.plan.attention import attention_operations, attention_params
@@ -173,7 +175,9 @@ def mtp_piece(table: Table) -> Piece:
     # The tokens further on are looked up in the model's table.
     looked_up = table.tokens * model.d_model * size
     lookup = Elementwise("embedding", 2 * looked_up, 2 * looked_up, (Saved(8 * table.tokens),))
-    into = (lookup, *leave(table, "embedding"), norm(table), norm(table), *casts(table, join), join)
+    # The hidden state is kept by the norm before the head, which reads it too.
+    hidden = replace(norm(table), saved=norm(table).saved[1:])
+    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *casts(table, join), join)
     operations = (*into, *layer.operations, *loss)
     return Piece(
         (*operations, accumulation(table, own)),

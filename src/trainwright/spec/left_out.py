@@ -18,8 +18,8 @@ LEFT_OUT = (
         "2 tables of (positions, d_head) for each length and format: below 0.1% of a layer's activations",
     ),
     LeftOut(
-        "numbers of tokens: ids, masks of the vocabulary's part, targets, five numbers per token of the loss; weights, "
-        "places and orders of what experts are given",
+        "numbers of tokens: ids, masks of the vocabulary's part, targets, five numbers per token of the loss; "
+        "weights, places and orders of what experts are given",
         "48 bytes per token of a microbatch on the first and the last stage; 96 bytes per row of experts",
     ),
     LeftOut(
@@ -37,7 +37,7 @@ LEFT_OUT = (
 
 NOT_YET = (
     "bytes kept for backward: counted to the last one for models in flash kernels, with grouped-query or latent "
-    "attention and dense MLPs or experts, without dropout, multi-token prediction, norms of queries and keys, "
+    "attention and dense MLPs or experts, without dropout, norms of queries and keys, "
     "sinks, soft caps, windows, experts' biases, shared experts' gates and losses for balance, and with norms "
     "before the blocks; recorded and shown for all, compared for these",
     "bytes over time: recorded and shown; the planner's peak is not held to the recorded one to the last byte, so "

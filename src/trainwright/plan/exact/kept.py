@@ -3,7 +3,7 @@
 from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece
+from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
 from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
@@ -20,7 +20,7 @@ def is_counted(standing: Standing) -> bool:
         for layer in model.layer_counts()
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
-    shaped = not (recipe.loss_chunks > 1 and model.head_bias) and not model.mtp_depth
+    shaped = not (recipe.loss_chunks > 1 and model.head_bias)
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
 
@@ -47,7 +47,7 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
                 size = whole(saved.bytes)
                 if saved.of_vocabulary:
                     size = size * standing.own_vocabulary // standing.most_vocabulary
-                found[_tensors(each, place)] += size * passes
+                found[_tensors(each, place, saved)] += size * passes
         found["logits"] += _own_logits(standing, piece) * passes
     return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
 
@@ -56,14 +56,14 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
     return whole(piece.logits_bytes) * standing.own_vocabulary // standing.most_vocabulary
 
 
-def _tensors(each: Operation, place: int) -> Tensors:
+def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
     if isinstance(each, AttentionCore):
         return "attention's core"
     if isinstance(each, Matmul) and each.gradients_in_forward:
         return "gradients of the loss"
     if isinstance(each, Elementwise):
         if each.name == "norm":
-            return "residual stream" if place == 0 else "normed"
+            return "normed" if saved.is_statistic else "residual stream"
         if each.name == "latent norm":
             return "latents" if place == 0 else "normed"
         if each.name == "activation":

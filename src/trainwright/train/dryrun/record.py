@@ -152,6 +152,7 @@ BY_PART = {
     "shared gate": "up and gate",
     "mlp": "product",
     "q_down": "latents",
+    "mtp join": "residual stream",
     "kv_down": "latents",
 }
 
@@ -177,7 +178,7 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
         if in_chunks:
             return "numbers of tokens" if key.is_number else "gradients of the loss"
         return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
-    if part.endswith("norm"):
+    if part.endswith("norm") or (part == "residual" and key.operator == "cat"):
         return "normed"
     if part == "mlp" and key.operator not in ACTIVATIONS:
         # Of a mixture of experts: a token's weights are numbers of tokens.
