@@ -44,7 +44,7 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
                 again = whole(each.scores_flops) * passes
             if standing.runs_again(each, marks):
                 found["recompute", name, kind] += again
-            elif each.name == "expert down" and marks & each.again_anew:
+            elif isinstance(each, Matmul) and each.name == "expert down" and marks & each.again_anew:
                 # Of matmuls one after the other, recomputation ends before the last.
                 found["recompute", name, kind] += standing.before_the_last_expert(forward)
     return tuple(
