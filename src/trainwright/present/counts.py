@@ -61,7 +61,8 @@ def _rank(counts: Counts, alike: Sequence[int], passes: int | None) -> Renderabl
         saved[each.tensors] += each.bytes
     kept = [[tensors, f"{size:,}", bytes_text(size)] for tensors, size in saved.most_common()]
     states = [(name, f"{size:,} bytes ({bytes_text(size)})") for name, size in counts.states.items()]
-    states.append(("most live at a time", f"{counts.peak_bytes:,} bytes ({bytes_text(counts.peak_bytes)})"))
+    peak = "most live at a time" if passes is None else f"most live in {2 * passes} of each chunk"
+    states.append((peak, f"{counts.peak_bytes:,} bytes ({bytes_text(counts.peak_bytes)})"))
     message_columns = [
         ("axis", "<"),
         ("operation", "<"),
