@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test parity lint marks clean
+.PHONY: install demo test parity exact lint marks clean
 
 install: .venv/installed
 
@@ -22,6 +22,10 @@ test: install
 
 parity: install
 	$(BIN)/python -m pytest --all-cases tests/cpu/test_parity.py tests/cpu/test_curves.py
+
+exact: install
+	$(BIN)/python -m pytest --all-cases tests/cpu/test_exact.py
+	$(BIN)/python tests/cpu/exact_runs.py
 
 lint: install
 	$(BIN)/ruff check .

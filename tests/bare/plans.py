@@ -131,3 +131,19 @@ def cluster(
             ("device", "node", "fabric", "rates", "usd_per_device_hour", "framework_bytes"), assumed
         ),
     )
+
+
+def computed_flops_per_token(model: ModelSpec, seq_len: int) -> float:
+    """As `flops_per_token` counts a causal mask, with each key that it leaves: a query meets its own too, so that
+    an average one meets (s + 1) / 2 of s, and not s / 2."""
+    more = sum(
+        count
+        * layer.attention.score_flops_per_key
+        * sum(min(at + 1, _window(layer, seq_len)) for at in range(seq_len))
+        for layer, count in model.layer_counts().items()
+    )
+    return 6.0 * model.active_matmul_params + 3.0 * more / seq_len
+
+
+def _window(layer: LayerSpec, seq_len: int) -> int:
+    return layer.attention.sliding_window or seq_len

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.bare.plans import cluster, moe_model
+from tests.bare.plans import cluster, computed_flops_per_token, moe_model
 from tests.bare.test_plan_predict import run
 from trainwright.plan.acts import Clock
 from trainwright.plan.assembly import assembly
@@ -68,7 +68,7 @@ def test_flops_of_all_ranks_are_the_models(layout: Layout, latent: bool) -> None
         if isinstance(each, (Matmul, AttentionCore))
     )
     assert 3 * forward * layout.tp * layout.cp == pytest.approx(
-        model.flops_per_token(256, "causal") * 256, rel=1e-12
+        computed_flops_per_token(model, 256) * 256, rel=1e-12
     )
 
 

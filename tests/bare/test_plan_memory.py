@@ -55,12 +55,11 @@ def test_full_recompute_leaves_2_sbh() -> None:
 
 
 def test_named_operations_drop_what_they_make_again() -> None:
-    """A Llama layer: norms give up their outputs, the activation its product."""
+    """A Llama layer: norms give up their outputs and keep a number per token, the activation its product."""
     table = Table.of_run(run())
     piece = layer_piece(table, dense_model().layers[0])
     tokens = 256
-    statistics = 2 * 4 * tokens
-    assert piece.saved_bytes[0] - piece.kept_bytes(marks("norm"))[0] == 2 * tokens * 64 * 2 + statistics
+    assert piece.saved_bytes[0] - piece.kept_bytes(marks("norm"))[0] == 2 * tokens * 64 * 2
     assert piece.saved_bytes[0] - piece.kept_bytes(marks("activation"))[0] == tokens * 128 * 2
     # The whole MLP keeps its input, the norm's output.
     assert piece.saved_bytes[0] - piece.kept_bytes(marks("mlp"))[0] == 3 * tokens * 128 * 2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.bare.plans import cluster, dense_model
+from tests.bare.plans import cluster, computed_flops_per_token, dense_model
 from trainwright.plan.assembly import assembly
 from trainwright.plan.collectives import collective_s as group_s
 from trainwright.plan.evaluation import Evaluation
@@ -76,7 +76,7 @@ def test_flops_of_all_ranks_are_the_models(layout: Layout, window: int | None) -
     ranks_per_microbatch = layout.tp * layout.cp
     tokens = 256
     assert 3 * forward * ranks_per_microbatch == pytest.approx(
-        model.flops_per_token(256, "causal") * tokens, rel=1e-12
+        computed_flops_per_token(model, 256) * tokens, rel=1e-12
     )
 
 

@@ -9,11 +9,12 @@ from torch import nn
 from trainwright.spec.model import MoeMlp
 from trainwright.spec.run import Run
 from trainwright.train.loss import summed_cross_entropy
-from trainwright.train.model.experts import MixtureOfExperts, mixtures, set_routing
+from trainwright.train.model.experts import MixtureOfExperts, _AddedUp, mixtures, set_routing
 from trainwright.train.model.initialize import initial_value
 from trainwright.train.model.layers import mlp_of
 from trainwright.train.model.routing import chosen_experts, moved_bias, within_capacity
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.dispatch import _PutBack
 from trainwright.train.parallel.recompute import apply_recompute
 
 
@@ -178,3 +179,17 @@ def test_initial_weights_of_experts() -> None:
     again = initial_value(run.model, 0, name, model.get_parameter(name).shape, torch.float64)
     assert again.equal(model.get_parameter(name))
     assert not again[0].equal(again[1])
+
+
+def test_rows_are_added_up_and_put_back_as_pytorch_does_it() -> None:
+    """To the bit, forward and backward, though no rows are kept."""
+    row_RD = torch.randn(12, 5, requires_grad=True)
+    place_R, order_R = torch.randint(4, (12,)), torch.randperm(12)
+    for ours, theirs in (
+        (_AddedUp.apply(row_RD, place_R, 4), torch.zeros(4, 5).index_add(0, place_R, row_RD)),
+        (_PutBack.apply(row_RD, order_R), torch.zeros(12, 5).index_copy(0, order_R, row_RD)),
+    ):
+        assert torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
+        upstream = torch.randn_like(theirs)
+        gradients = [torch.autograd.grad(each, row_RD, upstream)[0] for each in (ours, theirs)]  # pyright: ignore[reportArgumentType]
+        assert torch.equal(*gradients)

@@ -19,6 +19,7 @@ from trainwright.cli import (
     compare,
     demo,
     diff,
+    dryrun,
     layout,
     memory,
     models,
@@ -35,7 +36,7 @@ from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("checkpoints", "verify", "trace", "validate", "models", "clusters", "demo"),
+    *("checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -80,6 +81,7 @@ app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("trace", epilog=trace.EXAMPLE)(trace.trace)
+app.command("dryrun", epilog=dryrun.EXAMPLE)(dryrun.dryrun)
 app.command("validate", epilog=validate.EXAMPLE)(validate.validate)
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")

@@ -86,6 +86,8 @@ class Clock:
         launches_s: list[Floats | float] = [0.0, 0.0]
         launch_s = self.table.cluster.rates.launch_s
         for one in timed:
+            if isinstance(one.each, Collective) and one.each.absent & marks:
+                continue
             _add(acts.forward, one.cause, one.forward)
             _add(acts.input, one.cause, one.input)
             if one.weight is not self._none:
@@ -148,7 +150,7 @@ class Clock:
         if key not in self._collectives:
             size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
             self._collectives[key] = collective(self.table.cluster, op, size, members)
-        return self._collectives[key](each.message_bytes)
+        return each.parts * self._collectives[key](each.message_bytes)
 
     def _overlapped(self, timed: list[_Timed]) -> list[_Timed]:
         """The same with the communication that hides left out."""

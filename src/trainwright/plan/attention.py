@@ -5,16 +5,25 @@ token; or unfused, which keeps the scores after the softmax, and with dropout th
 5 * a * s^2 * b bytes of arXiv:2205.05198 s4.1.
 """
 
+from typing import Any
+
 import numpy as np
 
 from trainwright.plan.linear import NORM, casts, of, projection
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
-from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, mean_keys
+from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, seen_keys
 
 CORE = FULL | marks("attention")
 UP = FULL | marks("latent_up")
+
+
+class _Widths:
+    """Width per token, on one rank, of queries, keys, values and the core's output."""
+
+    def __init__(self, query: Floats, key: Floats, value: Floats, out: Floats) -> None:
+        self.query, self.key, self.value, self.out = query, key, value, out
 
 
 def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...]:
@@ -29,6 +38,7 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
             *projection(table, "key", table.model.d_model, widths.key, again=FULL, save_input=False),
             *projection(table, "value", table.model.d_model, widths.value, again=FULL, save_input=False),
         )
+        projections = (*projections, *_norms_over_heads(table, attention))
         rotated, queries_again, keys_again = widths.query + widths.key, FULL, FULL
         head_width = float(attention.d_head)
     else:
@@ -38,10 +48,15 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
         head_width = (attention.d_nope + attention.d_rope + attention.d_value) / 2
     rotary_bytes = table.tokens * rotated * size
     rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=queries_again, kernels=4)
-    dealt = _dealt(table, attention, widths)
+    inside = _inside(table, attention, widths)
+    dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
-    core = _core(table, layer, heads, head_width, kept, table.tokens * widths.out * size)
+    # The projection reads the core's output, or, where that is wider than the values, what is cut out of it.
+    is_cut = bool(np.any(inside.out > widths.out))
+    if is_cut:
+        kept = (*kept, Saved(table.tokens * widths.out * size, FULL))
+    core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size, is_cut)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
     copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
@@ -51,6 +66,24 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
 
 
+def _norms_over_heads(table: Table, attention: GroupedQueryAttention) -> tuple[Operation, ...]:
+    """A norm of queries and one of keys over all heads, of which a tp rank has some: a number per token is summed
+    for each, forward and backward; two where the mean is taken off."""
+    if attention.qk_norm != "all_heads":
+        return ()
+    sums: tuple[CollectiveOp, ...] = ("all_reduce",) * (4 if table.model.norm == "layernorm" else 2)
+    message = max(table.recipe.compute_bytes, 4) * table.tokens
+    return (Collective("norms over heads", "tp", sums, sums, message, FULL, is_precise=True),)
+
+
+def _inside(table: Table, attention: Attention, widths: _Widths) -> _Widths:
+    """Of what goes into the core and comes out: a CPU's fused kernel wants values as wide as keys."""
+    if table.cluster.device.kind != "cpu" or isinstance(attention, GroupedQueryAttention):
+        return widths
+    wide = np.maximum(widths.query, widths.value)
+    return _Widths(widths.query, widths.key, wide, wide)
+
+
 def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]:
     """What the core reads. Of heads that cp has exchanged it keeps what came, which nothing but the whole layer
     makes again."""
@@ -58,13 +91,6 @@ def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]
         return (Saved(num_bytes, made_again),)
     cut = table.columns.cp > 1
     return (Saved(num_bytes * cut, FULL), Saved(num_bytes * ~cut, made_again))
-
-
-class _Widths:
-    """Width per token, on one rank, of queries, keys, values and the core's output."""
-
-    def __init__(self, query: Floats, key: Floats, value: Floats, out: Floats) -> None:
-        self.query, self.key, self.value, self.out = query, key, value, out
 
 
 def _widths(table: Table, attention: GroupedQueryAttention) -> _Widths:
@@ -92,8 +118,14 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
             *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
         )
     down = of(table, attention.kv_lora_rank + attention.d_rope)
-    latents = table.tokens * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) * table.recipe.compute_bytes
-    latent_norms = Elementwise("latent norm", 2 * latents, 3 * latents, (Saved(latents, FULL),), FULL, kernels=2)
+    size, norms = table.recipe.compute_bytes, 2 if attention.q_lora_rank else 1
+    latents = table.tokens * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) * size
+    # The key's turned part stands beside the latent in one projection's output, which is kept whole.
+    kept = (
+        Saved(latents + table.tokens * attention.d_rope * size, FULL),
+        Saved(norms * max(size, 4) * table.tokens, FULL, is_statistic=True),
+    )
+    latent_norms = Elementwise("latent norm", 2 * latents, 3 * latents, kept, FULL, kernels=2)
     up = heads * (attention.d_nope + attention.d_value)
     made = (
         *made,
@@ -105,15 +137,25 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
 
 
 def _core(
-    table: Table, layer: LayerSpec, heads: Floats, head_width: float, kept: tuple[Saved, ...], out_bytes: Floats
+    table: Table,
+    layer: LayerSpec,
+    heads: Floats,
+    head_width: float,
+    kept: tuple[Saved, ...],
+    out_bytes: Floats,
+    is_cut: bool,
 ) -> tuple[Operation, ...]:
     attention, recipe = layer.attention, table.recipe
     fused = recipe.attention_kernel != "unfused"
-    keys = mean_keys(recipe.seq_len, attention.sliding_window, causal=fused)
-    flops = table.tokens * keys * attention.score_flops_per_key / table.columns.tp
-    out = Saved(out_bytes, FULL)
+    # Without flash attention all keys are computed, masked ones too.
+    keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
+    flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
+    out = Saved(out_bytes, CORE if is_cut else FULL)
+    if recipe.cp_method == "all_to_all" and not is_cut:
+        # The core keeps its output of whole sequences, beside which stands what came back for the projection.
+        kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
     if fused:
-        statistics = Saved(4 * table.tokens * heads, CORE, is_statistic=True)
+        statistics = Saved(max(recipe.compute_bytes, 4) * table.tokens * heads, CORE, is_statistic=True)
         return (AttentionCore("attention", flops, head_width, (*kept, out, statistics), CORE),)
     scores = table.tokens * recipe.seq_len * heads
     size = recipe.compute_bytes
@@ -126,7 +168,26 @@ def _core(
         (Saved((size + (size + 1) * dropped) * scores, CORE),),
         CORE,
     )
-    return (AttentionCore("attention", flops, head_width, (*kept, out), CORE, is_fused=False), softmax)
+    score_flops = 2 * table.tokens * keys * heads * _score_width(attention)
+    core = AttentionCore(
+        "attention", flops, head_width, (*kept, out), CORE, is_fused=False, scores_flops=score_flops
+    )
+    return (core, softmax)
+
+
+def _score_flops_per_key(table: Table, attention: Attention) -> int:
+    """Of all heads. A CPU's fused kernel wants values as wide as keys, and gets zeros beside them."""
+    flops = attention.score_flops_per_key
+    if isinstance(attention, LatentAttention) and table.cluster.device.kind == "cpu":
+        flops += 2 * attention.num_heads * max(attention.d_nope + attention.d_rope - attention.d_value, 0)
+    return flops
+
+
+def _score_width(attention: Attention) -> int:
+    """That a score sums over."""
+    if isinstance(attention, GroupedQueryAttention):
+        return attention.d_head
+    return attention.d_nope + attention.d_rope
 
 
 def _dealt(table: Table, attention: Attention, widths: _Widths) -> _Widths:
@@ -142,12 +203,19 @@ def _context(table: Table, widths: _Widths) -> tuple[Collective, ...]:
     """What attention needs of the other cp ranks (`Recipe.cp_method`)."""
     recipe = table.recipe
     if recipe.cp_method == "all_to_all":
-        whole = table.tokens * (widths.query + widths.key + widths.value + widths.out) * recipe.compute_bytes
-        return (Collective("heads", "cp", ("all_to_all",), ("all_to_all",), whole, FULL),)
+        ways: dict[str, Any] = {"forward": ("all_to_all",), "backward": ("all_to_all",), "again": FULL}
+        there = table.tokens * (widths.query + widths.key + widths.value) * recipe.compute_bytes
+        back = table.tokens * widths.out * recipe.compute_bytes
+        return (
+            Collective("heads", "cp", message_bytes=there, **ways),
+            Collective("heads back", "cp", message_bytes=back, **ways),
+        )
     # In backward once more, as only the rank's part of them is kept.
     backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
     message = whole_kv_bytes(table, widths.key + widths.value)
-    return (Collective("keys and values", "cp", ("all_gather",), backward, message, FULL),)
+    return (
+        Collective("keys and values", "cp", ("all_gather",), backward, message, FULL, core=marks("attention")),
+    )
 
 
 def whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:

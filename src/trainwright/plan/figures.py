@@ -21,7 +21,7 @@ from trainwright.plan.operations import Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, table_copy_piece
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, distinct
 from trainwright.spec.ledger import SecondsCause
-from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys
+from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys, seen_keys
 
 T = TypeVar("T")
 
@@ -165,11 +165,12 @@ def _work_s(acts: Acts) -> Floats:
 
 
 def _uncut(table: Table, layer: LayerSpec | None) -> float:
-    """Keys that a query meets with all keys over those with the mask's."""
+    """Keys that a query meets with all keys, as MFU counts them, over those that the core computes."""
     if layer is None:
         return 1.0
     window, length = layer.attention.sliding_window, table.recipe.seq_len
-    return mean_keys(length, window, causal=False) / mean_keys(length, window, causal=True)
+    computed = length if table.recipe.attention_kernel == "unfused" else seen_keys(length, window)
+    return mean_keys(length, window, causal=False) / computed
 
 
 def _weight_bytes(table: Table, piece: Piece) -> Floats:

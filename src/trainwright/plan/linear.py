@@ -5,13 +5,15 @@ With sequence parallelism a gathered input is not kept: its shard is, and backwa
 (arXiv:2205.05198 s4.2.2). Under fp8 and fp4 recipes a projection reads a cast copy of its input, and keeps that.
 """
 
+from typing import Any
+
 import numpy as np
 
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
-from trainwright.plan.table import Floats, Table, marks
-from trainwright.spec.cluster import CollectiveOp
+from trainwright.plan.table import FULL, Floats, Table, marks
 
 NORM = marks("norm")
+ACTIVATION = marks("activation")
 
 FUSED_SHOWN = 0.53
 """Of the traffic of sums that a matmul adds up itself, what makes it longer: fits 183 matmuls of A100
@@ -24,11 +26,14 @@ def of(table: Table, value: float) -> Floats:
 
 
 def norm(table: Table, again: int = 0) -> Elementwise:
-    """A norm of the residual stream: keeps its input, and an fp32 statistic per token."""
+    """A norm of the residual stream: keeps its input, and a statistic per token in fp32 at least."""
     residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
+    # LayerNorm keeps a mean too.
+    numbers = 2 if table.model.norm == "layernorm" else 1
+    statistic_bytes = numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens
     saved = (
         Saved(residual_bytes, again & ~NORM),
-        Saved(4 * table.residual_tokens, again, is_statistic=True),
+        Saved(statistic_bytes, again & ~NORM, is_statistic=True),
     )
     return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
 
@@ -77,24 +82,37 @@ def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Ele
     return (Elementwise(f"cast {matmul.name}", forward, backward, again=matmul.again, quantizes=True),)
 
 
-def entry(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
+def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None) -> tuple[Operation, ...]:
     """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
-    for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced."""
+    for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced. keeps: the
+    marks under which it needn't be gathered once more, those of `again` unless said otherwise."""
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
-        backward: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
-        gather = Collective(f"{where} in", "tp", ("all_gather",), backward, message, again)
-        return (gather, _reorder(table, message, forward=1, backward=2))
+        gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
+        # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
+        once_more = Collective(
+            f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps
+        )
+        return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
 
 
-def leave(table: Table, where: str, again: int = 0) -> tuple[Operation, ...]:
-    """Out of a tensor-parallel region: partial sums are added up."""
+def ending(table: Table, whole: int) -> dict[str, Any]:
+    """What stands at the end of an MLP that is recomputed as a whole under these marks. In a recomputed layer a
+    norm or a mask may follow."""
+    follows = table.model.norm_placement != "pre" or bool(table.recipe.dropout)
+    return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole | ACTIVATION}
+
+
+def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:
+    """Out of a tensor-parallel region: partial sums are added up. ends: it is the last of what is recomputed under
+    these marks."""
+    last = ending(table, ends) if ends else {}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
-        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again)
+        scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)
         return (_reorder(table, message, forward=1, backward=1), scatter)
-    return (Collective(f"{where} out", "tp", ("all_reduce",), (), message, again),)
+    return (Collective(f"{where} out", "tp", ("all_reduce",), (), message, again, **last),)
 
 
 def _reorder(table: Table, message: Floats, *, forward: int, backward: int) -> Elementwise:

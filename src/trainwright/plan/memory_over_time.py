@@ -98,11 +98,16 @@ def _rank(
     )
 
 
+ROUNDING = 1e-12
+"""Of seconds, relative."""
+
+
 def _stretches(turns: list[list[Played]], vpp: int) -> Iterator[_Stretch]:
     """A rank's turns and what lies between them, up to the end of its last one."""
     whole, weight_only, free_s = [0] * vpp, [0] * vpp, 0.0
     for turn in turns:
-        if turn[0].start_s > free_s:
+        # Sums of the same seconds in another order may differ in their last digit.
+        if turn[0].start_s > free_s * (1 + ROUNDING):
             yield _Stretch(turn[0].start_s, "waits", tuple(whole), tuple(weight_only), (0,) * vpp)
         drops = [each.act for each in turn if each.act.kind != "F"]
         for each in turn:

@@ -9,14 +9,13 @@ gather one another's tokens.
 
 import numpy as np
 
-from trainwright.plan.linear import NORM, casts, entry, leave, of, projection
+from trainwright.plan.linear import ACTIVATION, NORM, casts, ending, entry, leave, of, projection
 from trainwright.plan.operations import Collective, Dispatch, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.model import DenseMlp, MoeMlp
 
 MLP = FULL | marks("mlp")
 MOE = FULL | marks("moe")
-ACTIVATION = marks("activation")
 SHARED = "shared experts"
 
 
@@ -25,18 +24,23 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     width = mlp.d_ff / table.columns.tp
     d_model = table.model.d_model
     # Shared experts read what the router has saved.
-    first = where != SHARED
-    up = projection(table, "up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True)
-    gate = projection(table, "gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
-    down = Matmul("down", table.tokens, width, of(table, d_model), again=FULL)
+    first, of_shared = where != SHARED, "shared " if where == SHARED else ""
+    up = projection(
+        table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
+    )
+    gate = (
+        projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
+    )
+    name, ends = f"{of_shared}down", ending(table, whole)
+    down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
     return (
-        *entry(table, where, FULL),
+        *entry(table, where, whole, keeps=whole if first else FULL),
         *up,
         *gate,
         activation(table, table.tokens * width, gated=mlp.gated, whole=whole),
         *casts(table, down),
         down,
-        *leave(table, where, FULL),
+        *leave(table, where, FULL, ends=whole),
     )
 
 
@@ -65,7 +69,7 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
         tokens,
         of(table, d_model),
         of(table, mlp.num_experts),
-        (Saved(tokens * d_model * size, FULL | NORM), Saved(tokens * mlp.num_experts * 4, MOE)),
+        (Saved(tokens * d_model * size, FULL | NORM), Saved(tokens * mlp.num_experts * max(size, 4), MOE)),
         MOE,
         in_low_precision=False,
     )
@@ -79,7 +83,7 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
     permute = Elementwise("permute", moved, moved, again=MOE, kernels=6)
     copies = mlp.top_k * (recipe.capacity_factor or 1.0)
     low_bytes = d_model * recipe.matmul_bytes if recipe.dispatch_fp8 else copy_bytes
-    out = Dispatch("dispatch", tokens, copies, low_bytes, copy_bytes, MOE)
+    out = Dispatch("dispatch", tokens, copies, low_bytes, copy_bytes, MOE, mlp.num_experts)
     back = Dispatch("combine", tokens, copies, copy_bytes, low_bytes, MOE)
     return (
         router,
@@ -111,7 +115,7 @@ def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Fl
     gate = ()
     if mlp.gated:
         gate = (Matmul("expert gate", each, of(table, d_model), width, (), MOE, shares_input=True, **alike),)
-    down = Matmul("expert down", each, width, of(table, d_model), (), MOE, **alike)
+    down = Matmul("expert down", each, width, of(table, d_model), (), MOE, again_anew=ACTIVATION, **alike)
     biased = _biases(table, mlp, rows, width)
     gate_casts = tuple(cast for matmul in gate for cast in casts(table, matmul, cast_input=False))
     return (

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainwright.plan.table import FULL, Floats
+from trainwright.plan.table import FULL, Floats, Ints
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
 
@@ -28,6 +28,8 @@ class Saved(NamedTuple):
     dropped_by: int = 0
     is_statistic: bool = False
     """A number per row, such as a norm's: not counted in the papers' formulas."""
+    of_vocabulary: bool = False
+    """In proportion to the rank's part of the vocabulary, which is taken to be the largest."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Matmul:
     has_bias: bool = False
     shares_input: bool = False
     """Reads what another matmul reads too, and keeps."""
+    ends_under: int = 0
+    """The marks under which nothing that is recomputed comes after it. The trainer's recomputation ends before it,
+    unless it makes the graph anew; that of other programs runs it again, and so it is timed."""
+    again_anew: int = 0
+    """More marks under which it runs again, where the graph is made anew."""
+    gradients_in_forward: bool = False
+    """Its gradients are made right after it."""
 
     @cached_property
     def forward_flops(self) -> Floats:
@@ -74,6 +83,9 @@ class AttentionCore:
     saved: tuple[Saved, ...] = ()
     again: int = 0
     is_fused: bool = True
+    scores_flops: Floats | float = 0.0
+    """Of `forward_flops`, those of scores: what a recomputed core that isn't fused makes again, unless it makes
+    the graph anew. The product with values is what comes last."""
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -114,6 +126,17 @@ class Collective:
     again: int = 0
     over_experts: bool = False
     """Among the etp ranks that share an expert, which stand where tp ranks do."""
+    absent: int = 0
+    """The marks under which it isn't there."""
+    core: int = 0
+    """The marks under which attention's core, and so what a ring brings it, runs again."""
+    parts: Ints | int = 1
+    """Messages of that size."""
+    is_precise: bool = False
+    """In fp32 at least, as statistics are."""
+    ends_under: int = 0
+    again_anew: int = 0
+    """As of `Matmul`."""
 
     saved = ()
     launches = (0, 0)  # its latency is all of it
@@ -131,6 +154,8 @@ class Dispatch:
     """Of one copy of one token."""
     backward_bytes: float
     again: int = 0
+    num_experts: int = 0
+    """Whose numbers of rows travel first."""
 
     saved = ()
     launches = (1, 1)

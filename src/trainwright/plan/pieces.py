@@ -1,5 +1,7 @@
 """The pieces that a model is cut into: layers, the embedding, the head, and modules of multi-token prediction."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from trainwright.plan.attention import attention_operations, attention_params
@@ -7,6 +9,7 @@ from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of,
 from trainwright.plan.mlp import dense_operations, load, mlp_params, moe_operations
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.model import DenseMlp, LayerSpec
 
 NORM_AGAIN = FULL | marks("norm")
@@ -109,14 +112,51 @@ def _loss_operations(
         # Forward reads the logits twice, for the maximum and the sum, and writes their gradient over them.
         copies, loss = 0, Elementwise("loss", 3 * size * logits, 0 * logits)
     saved = (Saved(input_bytes),)
-    matmul = Matmul("head", table.tokens, of(table, model.d_model), vocab, saved, in_low_precision=False)
-    # Where the vocabulary is cut, its ranks exchange two numbers per token.
-    exchange = Collective("loss", "tp", ("all_gather",), (), 2 * max(size, 4) * table.tokens * tp)
-    operations = (norm(table), *entry(table, "head"), matmul, exchange, loss)
     if table.recipe.loss_chunks > 1:
+        # Gradients of the head's input and of its weights.
+        saved = (*saved, Saved(vocab * model.d_model * size, of_vocabulary=True))
+    in_chunks = table.recipe.loss_chunks > 1
+    matmul = Matmul(
+        "head",
+        table.tokens,
+        of(table, model.d_model),
+        vocab,
+        saved,
+        in_low_precision=False,
+        gradients_in_forward=in_chunks,
+    )
+    # Where the vocabulary is cut, its ranks exchange two numbers per token.
+    numbers_bytes = 2 * max(size, 4) * table.tokens * tp
+    exchange = (Collective("loss", "tp", ("all_gather",), (), numbers_bytes, is_precise=True),)
+    into = entry(table, "head")
+    if in_chunks:
+        into, exchange = _entry_in_chunks(table), _exchanges_in_chunks(table, numbers_bytes)
+    operations = (norm(table), *into, matmul, *exchange, loss)
+    if in_chunks:
         # A piece's gradient is made right after its loss, so that its logits are alive for a moment only.
         return operations, 0 * logits, logits * (size + copies) / table.recipe.loss_chunks
     return operations, size * logits, logits * copies
+
+
+def _entry_in_chunks(table: Table) -> tuple[Operation, ...]:
+    """Where the loss is made in chunks, the head's input is gathered, and its gradient summed, right there."""
+    message = table.tokens * table.model.d_model * table.recipe.compute_bytes
+    ways: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+    if not table.recipe.sequence_parallel:
+        ways = ("all_reduce",)
+    return (Collective("head in", "tp", ways, (), message),)
+
+
+def _exchanges_in_chunks(table: Table, numbers_bytes: Floats) -> tuple[Collective, ...]:
+    """Of pieces of the sequence, as even as they go."""
+    chunks, positions = table.recipe.loss_chunks, table.recipe.seq_len // table.columns.cp
+    per_position, longer = numbers_bytes / positions, positions % chunks
+    # The first ones are longer by a position where it doesn't go evenly.
+    pieces = ((positions // chunks + 1, longer), (positions // chunks, chunks - longer))
+    return tuple(
+        Collective("loss", "tp", ("all_gather",), (), per_position * size, is_precise=True, parts=parts)
+        for size, parts in pieces
+    )
 
 
 def mtp_piece(table: Table) -> Piece:
@@ -133,7 +173,13 @@ def mtp_piece(table: Table) -> Piece:
     )
     loss, logits_bytes, working = _loss_operations(table, residual_bytes, vocab)
     own = of(table, 2 * model.d_model**2 + 3 * model.norm_params)
-    operations = (norm(table), norm(table), *casts(table, join), join, *layer.operations, *loss)
+    # The tokens further on are looked up in the model's table.
+    looked_up = table.tokens * model.d_model * size
+    lookup = Elementwise("embedding", 2 * looked_up, 2 * looked_up, (Saved(8 * table.tokens),))
+    # The hidden state is kept by the norm before the head, which reads it too.
+    hidden = replace(norm(table), saved=norm(table).saved[1:])
+    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *casts(table, join), join)
+    operations = (*into, *layer.operations, *loss)
     return Piece(
         (*operations, accumulation(table, own)),
         layer.params + own,

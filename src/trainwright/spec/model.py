@@ -429,3 +429,10 @@ def mean_keys(seq_len: int, sliding_window: int | None, *, causal: bool) -> floa
     """
     window = min(sliding_window or seq_len, seq_len)
     return window - window**2 / (2 * seq_len) if causal else float(window)
+
+
+def seen_keys(seq_len: int, sliding_window: int | None) -> float:
+    """Keys that the causal mask leaves a query, averaged over a sequence: (s + 1) / 2 of s, its own among them.
+    `mean_keys` is the convention of papers, s / 2; this is what a kernel computes."""
+    window = min(sliding_window or seq_len, seq_len)
+    return window - window * (window - 1) / (2 * seq_len)

@@ -70,18 +70,24 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # DTensor turns it into operators on plain tensors, which come back here.
         result = func(*args, **(kwargs or {}))
         for output in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(output, torch.Tensor):
-                storage = output.untyped_storage()
-                if storage.device.type == "cpu":  # DTensor plans with tensors that say cpu and have no bytes.
-                    self._watch(storage)
+            if isinstance(output, torch.Tensor) and self._counts(output):
+                self._watch(output.untyped_storage())
         return result
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is new or has another size than before."""
+    def _reap(self) -> None:
+        """Take off what is gone."""
         while self._gone:
             gone = self._gone.popleft()
             self.bytes -= self._bytes_of.pop(gone)
             del self._references[gone]
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether it has bytes: DTensor plans with tensors that say cpu and have none."""
+        return tensor.untyped_storage().device.type == "cpu"
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new or has another size than before."""
+        self._reap()
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._bytes_of:
             # Other threads let go of storages too: they only leave a note, which the next look reads.

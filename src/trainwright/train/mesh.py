@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.spec.errors import reject
-from trainwright.spec.layout import AXES, Coordinate, Layout
+from trainwright.spec.groups import Division, divisions, role
+from trainwright.spec.layout import Coordinate, Layout
 
 TIMEOUT_S = 300.0
 """For a rank to answer. Longer than any step or compilation, shorter than anyone's patience."""
@@ -134,10 +135,6 @@ def joined(
         dist.destroy_process_group()
 
 
-Division = tuple[tuple[int, ...], ...]
-"""All ranks, cut into groups."""
-
-
 def build_mesh(
     layout: Layout,
     rank: int,
@@ -154,33 +151,19 @@ def build_mesh(
     if layout.world == 1:
         return Mesh(layout, rank, device, dp_replicate)
     groups: dict[str, dist.ProcessGroup] = {}
-    axes: dict[str, Division] = {axis: layout.groups(axis) for axis in AXES}
-    axes["dp_cp"] = _planes(layout)
     shard = layout.dp * layout.cp // dp_replicate
-    axes["dp_shard"] = tuple(
-        ranks[first : first + shard] for ranks in axes["dp_cp"] for first in range(0, len(ranks), shard)
-    )
-    axes["dp_replicate"] = tuple(ranks[first::shard] for ranks in axes["dp_cp"] for first in range(shard))
-    if layout.pp > 1:
-        ends = tuple((ranks[0], ranks[-1]) for ranks in axes["pp"])
-        axes["first_last"] = ends + tuple((rank,) for ranks in axes["pp"] for rank in ranks[1:-1])
-        if layout.pp % 2 == 0:
-            half = layout.pp // 2
-            axes["twins"] = tuple((ranks[at], ranks[-1 - at]) for ranks in axes["pp"] for at in range(half))
-    axes |= _expert_axes(layout, dp_replicate)
     made = {} if made is None else made
-    for axis, all_ranks in axes.items():
-        # Groups of one are alike, and so are those over which states alone are summed or cut.
-        role = "alone" if max(map(len, all_ranks)) == 1 else "states" if "dp" in axis else axis
-        if (role, all_ranks) in made:
-            groups[axis] = made[role, all_ranks]
+    for axis, all_ranks in divisions(layout, dp_replicate).items():
+        key = role(axis, all_ranks)
+        if key in made:
+            groups[axis] = made[key]
             continue
         mine = next(ranks for ranks in all_ranks if rank in ranks)
         # With local synchronization a rank makes only its own groups, whose number doesn't grow with the world.
         # PyTorch names them by how many a rank has made, so every rank makes one on every axis.
         group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        groups[axis] = made[role, all_ranks] = group
+        groups[axis] = made[key] = group
     ranks = torch.arange(layout.world)
     if layout.order == "tp-cp-pp-dp":
         ranks = ranks.view(layout.dp, layout.pp, layout.cp, layout.tp).transpose(1, 2)
@@ -199,35 +182,6 @@ def build_mesh(
     )
     live = {axis: group for axis, group in groups.items() if group.size() > 1}
     return Mesh(layout, rank, device, dp_replicate, live, device_mesh, expert_mesh)
-
-
-def _expert_axes(layout: Layout, dp_replicate: int) -> dict[str, Division]:
-    """The groups of the axes of experts; `edp` in the order of the replicas, which is that of dp, cp and tp."""
-    grid = layout.expert_grid()
-    replicas = layout.expert_dp
-    shard = replicas // dp_replicate
-    edp = tuple(
-        tuple(grid[stage * replicas + at][place][width] for at in range(replicas))
-        for stage in range(layout.pp)
-        for place in range(layout.ep)
-        for width in range(layout.etp)
-    )
-    return {
-        "etp": tuple(ranks for replica in grid for ranks in replica),
-        "ep": layout.expert_groups(),
-        "edp": edp,
-        "edp_shard": tuple(ranks[first : first + shard] for ranks in edp for first in range(0, replicas, shard)),
-        "edp_replicate": tuple(ranks[first::shard] for ranks in edp for first in range(shard)),
-    }
-
-
-def _planes(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Ranks that differ in dp and cp alone, cp innermost."""
-    return tuple(
-        tuple(layout.rank(Coordinate(tp, cp, pp, dp)) for dp in range(layout.dp) for cp in range(layout.cp))
-        for pp in range(layout.pp)
-        for tp in range(layout.tp)
-    )
 
 
 @contextmanager

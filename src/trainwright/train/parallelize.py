@@ -34,7 +34,7 @@ from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.dispatch import apply_expert_parallel
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.local import copies_of
-from trainwright.train.parallel.materialize import materialize
+from trainwright.train.parallel.materialize import Values, materialize
 from trainwright.train.parallel.pipeline import Pipeline
 from trainwright.train.parallel.positions import Context, positions_of
 from trainwright.train.parallel.recompute import apply_recompute, recomputed_blocks
@@ -146,8 +146,8 @@ def _compiler() -> ModuleType:
     return import_module("trainwright.train.parallel.compiled")
 
 
-def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
-    """This rank's part of `run`, with initial weights."""
+def parallelize(run: Run, mesh: Mesh, clock: Clock, values: Values = materialize) -> Trainer:
+    """This rank's part of `run`, with initial weights; `values` gives parameters on the meta device others."""
     layout, recipe, spec = run.layout, run.recipe, run.model
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
     compiled = _compiler() if recipe.compile else None
@@ -226,11 +226,20 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock) -> Trainer:
 
     # Data parallelism last: from here on it owns the parameters, and their precision.
     def fill(piece: Transformer, module: nn.Module, prefix: str) -> None:
-        materialize(piece, module, prefix, seed=recipe.seed, dtype=master, device=mesh.device)
+        values(piece, module, prefix, seed=recipe.seed, dtype=master, device=mesh.device)
 
     if recipe.zero and mesh.dp_shard > 1:
         reshard = recipe.zero == 3 and recipe.reshard_after_forward
-        data_parallel: DataParallel = Sharded(pieces, mesh, recipe.zero, compute, gradient, fill, reshard=reshard)
+        data_parallel: DataParallel = Sharded(
+            pieces,
+            mesh,
+            recipe.zero,
+            compute,
+            gradient,
+            fill,
+            reshard=reshard,
+            splits_backward=schedule.splits_backward,
+        )
     else:
         for piece in pieces:
             fill(piece, piece, "")

@@ -6,7 +6,7 @@ projection, where the row is narrow. `model/routing.py` says who goes where.
 
 Three places are left open to forms that spread experts over ranks: `MixtureOfExperts.send`, the way of rows to
 experts and back; `Experts.forward`, what experts make of rows; `MixtureOfExperts.over_sequence`, what a part of a
-sequence has to know of the rest.
+sequence has to know of the rest. A fourth, `MixtureOfExperts.choose`, is for a run without numbers.
 """
 
 from collections.abc import Callable
@@ -169,6 +169,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
         self.register_buffer("balance_bias", torch.zeros(mlp.num_experts) if mlp.balance_bias else None)
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
+        self.choose: Callable[[torch.Tensor, torch.Tensor | None, MoeMlp], torch.Tensor] = chosen_experts
+        """From scores and the bias that steers the choice to the chosen experts of each token."""
         self.capacity_factor: float | None = None
         self.loss_weight = 0.0
         self.send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Way] = Stay
@@ -199,7 +201,7 @@ class MixtureOfExperts(nn.Module):
             way.back(self.experts(*way.there()))
 
         def added_up() -> torch.Tensor:
-            return torch.zeros_like(x_TD).index_add(0, token_R, way.home()).view_as(x_BSD)
+            return _AddedUp.apply(way.home(), token_R, x_TD.shape[0]).view_as(x_BSD)  # pyright: ignore[reportAttributeAccessIssue]
 
         if self.shared is not None and self.hides_ways:
             inner = self.shared.expand(x_BSD)
@@ -217,7 +219,7 @@ class MixtureOfExperts(nn.Module):
         """Experts and weights of each token, and which of them are within the capacity (None: all)."""
         mlp = self.mlp
         scores_BSX = scores_of(self.router(x_BSD), mlp)
-        expert_BSC = chosen_experts(scores_BSX, self.balance_bias, mlp)
+        expert_BSC = self.choose(scores_BSX, self.balance_bias, mlp)
         weight_BSC = weights_of(scores_BSX, expert_BSC, mlp)
         if self.balance_bias is not None and self.training and not _in_backward():
             self.load_X += expert_BSC.flatten().bincount(minlength=mlp.num_experts)
@@ -300,6 +302,20 @@ class _Weighted(torch.autograd.Function):
         (d_inner,) = torch.autograd.grad(active, inner, d_active)
         d_weight_R = (upstream_RF * product).sum(-1, dtype=weight_R.dtype)
         return (d_inner, None, d_weight_R, None) if gate_RF is None else (d_up, d_inner, d_weight_R, None)
+
+
+class _AddedUp(torch.autograd.Function):
+    """Rows added up at their places, which alone are kept: PyTorch's index_add keeps the rows too."""
+
+    @staticmethod
+    def forward(ctx: Any, row_RD: torch.Tensor, place_R: torch.Tensor, places: int) -> torch.Tensor:
+        ctx.save_for_backward(place_R)
+        return row_RD.new_zeros((places, row_RD.shape[1])).index_add(0, place_R, row_RD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place_R), None, None
 
 
 class _WithLoss(torch.autograd.Function):

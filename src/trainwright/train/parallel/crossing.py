@@ -88,14 +88,14 @@ class _KeptPart:
 
     def __init__(self, crossing: Crossing, part_BSD: torch.Tensor, whole_BSD: torch.Tensor) -> None:
         self._crossing, self._part_BSD = crossing, part_BSD
-        self._storage = whole_BSD.untyped_storage().data_ptr()
+        self._storage = whole_BSD.untyped_storage()._cdata
         self._saved = self._taken = 0
         self._whole_BSD: torch.Tensor | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | View:
         """Saved by an operation: kept as it is, or only where it lies in the gathered input, of which it is all or
         a view (a compiled block saves what its matmuls read)."""
-        if tensor.untyped_storage().data_ptr() != self._storage:
+        if tensor.untyped_storage()._cdata != self._storage:
             return tensor
         self._saved += 1
         return View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))

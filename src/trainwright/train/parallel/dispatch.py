@@ -243,7 +243,7 @@ class _Travel:
         return row_RD.index_select(0, order_R), weight_R.index_select(0, order_R), count_WX.sum(0)
 
     def back(self, out_RD: torch.Tensor) -> None:
-        out_RD = torch.zeros_like(out_RD).index_copy(0, self._order_R, out_RD)
+        out_RD = _PutBack.apply(out_RD, self._order_R)  # pyright: ignore[reportAssignmentType]
         if self._gather is not None:
             out_RD = _ScatterSum.apply(out_RD, self._gather, self._dispatch)  # pyright: ignore[reportAssignmentType]
         self._coming = self._sent(out_RD, back=True)
@@ -260,6 +260,20 @@ class _Travel:
 
     def _arrived(self, rows: _Trip | torch.Tensor) -> torch.Tensor:
         return rows.ended() if isinstance(rows, _Trip) else rows
+
+
+class _PutBack(torch.autograd.Function):
+    """Rows at the places that they were taken from, which alone are kept: PyTorch's index_copy keeps rows too."""
+
+    @staticmethod
+    def forward(ctx: Any, row_RD: torch.Tensor, place_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place_R)
+        return torch.zeros_like(row_RD).index_copy(0, place_R, row_RD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (place_R,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place_R), None
 
 
 class _Gather(torch.autograd.Function):

@@ -65,14 +65,14 @@ class MadeAgain:
 
     def __init__(self, make: Callable[[], Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
         self._make = make
-        self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(tensors)}
+        self._numbers = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
         self._offsets = [int(tensor.storage_offset()) for tensor in tensors]
         self._saved = self._taken = 0
         self._made: Sequence[torch.Tensor] | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | View:
         """Saved by an operation: kept as it is, or noted where it lies in what is made again."""
-        number = self._numbers.get(tensor.untyped_storage().data_ptr())
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
             return tensor
         self._saved += 1

@@ -4,12 +4,29 @@ Every rank draws the whole tensor and keeps its part (`model/initialize.py` says
 whole in memory.
 """
 
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainwright.train.model.initialize import initial_value
 from trainwright.train.model.transformer import Transformer
+
+
+class Values(Protocol):
+    """What fills the meta parameters of a module: `materialize`, or what stands in for it where there are none."""
+
+    def __call__(
+        self,
+        piece: Transformer,
+        module: nn.Module,
+        prefix: str,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None: ...
 
 
 def materialize(

@@ -10,7 +10,8 @@ Two acts that are paired are run one after the other: what the first one sends l
 """
 
 from collections import Counter, deque
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -91,6 +92,25 @@ class Pipeline:
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.cp * (mesh.layout.tp if sequence_parallel else 1)
         self._loss, self._dropping = loss, dropping
+
+    @contextmanager
+    def shortened(self, passes: int) -> Iterator[None]:
+        """While it lasts a step is no more than the first `passes` microbatches of each chunk, in their order: for
+        a rank whose peers aren't there (`train/dryrun/`), as other ranks would wait for the rest."""
+        whole = self._program, self._passes, self._round_ends
+        kept: set[Place] = set()
+        begun: Counter[int] = Counter()
+        for step in self._program:
+            if isinstance(step, Act) and step.kind == "F" and begun[step.chunk] < passes:
+                begun[step.chunk] += 1
+                kept.add((step.microbatch, step.chunk))
+        self._program = tuple(step for step in self._program if (step.microbatch, step.chunk) in kept)
+        row = tuple(step for step in self._program if isinstance(step, Act))
+        self._passes, self._round_ends = begun, round_ends(row)
+        try:
+            yield
+        finally:
+            self._program, self._passes, self._round_ends = whole
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Leaves reduced gradients; returns this rank's part of the

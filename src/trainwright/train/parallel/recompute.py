@@ -119,7 +119,7 @@ def _norm(layer: Layer, _: Recomputed) -> None:
         node = output.grad_fn
         if node is not None:
             for each in made:
-                if each.storage.data_ptr() != output.untyped_storage().data_ptr():
+                if each.storage._cdata != output.untyped_storage()._cdata:
                     each.empty()
                     # After the hooks on the tensor, one of which may gather the weights that the norms need.
                     node.register_prehook(each.fill)

@@ -173,8 +173,9 @@ def _slots(number: int, piece: Transformer, compute_dtype: torch.dtype) -> list[
     of_experts = {name for name, master in masters.items() if id(master) in experts}
     if all(master.dtype == compute_dtype for master in masters.values()):
         return [Slot(name, number, master, master, name in of_experts) for name, master in masters.items()]
-    masters = {name: nn.Parameter(master.detach().clone()) for name, master in masters.items()}
-    piece.to(compute_dtype)
+    for name, master in masters.items():
+        owner_name, _, last = name.rpartition(".")
+        setattr(piece.get_submodule(owner_name), last, nn.Parameter(master.detach().to(compute_dtype)))
     piece.tie()
     return [
         Slot(name, number, working, masters[name], name in of_experts)

@@ -16,6 +16,7 @@ Experts are a unit of their own inside their layer: they are cut over the ranks 
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class Sharded:
         fill: Fill,
         *,
         reshard: bool,
+        splits_backward: bool,
     ) -> None:
         self._mesh, self._zero = mesh, zero
         policy = MixedPrecisionPolicy(
@@ -80,6 +82,8 @@ class Sharded:
                 module.set_gradient_divide_factor(1.0)
                 # gloo and NCCL can add but not add and divide in one.
                 module.set_force_sum_reduction_for_comms(True)
+                if splits_backward:
+                    _sum_alike(module, is_replicated=mesh.dp_replicate > 1)
                 if mesh.dp_replicate > 1:
                     # Norms have their gradients before weights do, and may have left with an earlier microbatch's:
                     # HSDP keeps the sums of a layer end to end, and needs each of them every time.
@@ -140,6 +144,28 @@ def _even_cut(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
     if len(shape) < 3 or shape[0] % ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
+
+
+def _sum_alike(module: FSDPModule, *, is_replicated: bool) -> None:
+    """Keep a unit's gradients in the format of sums from the first on. Where backward is split, those of norms are
+    older than those of weights when both leave, and FSDP2 takes gradients of one format alone."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            add = partial(
+                _add_in_format_of_sums, group, each, each.accumulate_unsharded_grad_if_needed, is_replicated
+            )
+            each.accumulate_unsharded_grad_if_needed = add
+
+
+def _add_in_format_of_sums(group: Any, each: Any, add: Callable[[], None], is_replicated: bool) -> None:
+    add()
+    if not hasattr(each, "_unsharded_param"):
+        return
+    each.to_accumulated_grad_if_needed()
+    unsharded = each._unsharded_param
+    has_none = unsharded.grad is None and each.unsharded_accumulated_grad is None
+    if is_replicated and group.reduce_grads and has_none and each.reduce_dtype is not None:
+        each.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=each.reduce_dtype)
 
 
 def _sharded_modules(piece: nn.Module) -> Iterator[FSDPModule]:

@@ -1,0 +1,54 @@
+"""FLOPs of a rank's step by part and phase, from the lists of operations."""
+
+from collections import Counter
+
+from trainwright.plan.exact.standing import Standing, whole
+from trainwright.plan.operations import AttentionCore, Matmul
+from trainwright.plan.table import FULL
+from trainwright.spec.counts import FlopsCount
+
+PARTS = {
+    "q_up": "query",
+    "q": "query",
+    "expert up": "experts",
+    "expert gate": "experts",
+    "expert down": "experts",
+}
+"""The planner's operations that are one module of the program."""
+
+
+def flops(standing: Standing) -> tuple[FlopsCount, ...]:
+    """Of matmuls and attention."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for piece, marks, passes in standing.pieces():
+        for each in piece.operations:
+            if not isinstance(each, (Matmul, AttentionCore)):
+                continue
+            name, forward = PARTS.get(each.name, each.name), whole(each.forward_flops) * passes
+            if name == "head":
+                forward = forward * standing.own_vocabulary // standing.most_vocabulary
+            kind = "attention" if isinstance(each, AttentionCore) and each.is_fused else "matmul"
+            backward = 2 * forward
+            if kind == "attention":
+                backward = forward * 5 // 2
+            found["forward", name, kind] += forward
+            at_once = isinstance(each, Matmul) and each.gradients_in_forward
+            found["forward" if at_once else "backward", name, kind] += backward
+            again = forward
+            if (
+                isinstance(each, AttentionCore)
+                and not each.is_fused
+                and not standing.makes_graph_anew
+                and not marks & FULL
+            ):
+                again = whole(each.scores_flops) * passes
+            if standing.runs_again(each, marks):
+                found["recompute", name, kind] += again
+            elif isinstance(each, Matmul) and each.name == "expert down" and marks & each.again_anew:
+                # Of matmuls one after the other, recomputation ends before the last.
+                found["recompute", name, kind] += standing.before_the_last_expert(forward)
+    return tuple(
+        FlopsCount.parse({"phase": phase, "part": part, "kind": kind, "flops": count})
+        for (phase, part, kind), count in sorted(found.items())
+        if count
+    )

@@ -1,0 +1,75 @@
+"""What a rank's forwards keep for backward, all microbatches of a step together, from the lists of operations."""
+
+from collections import Counter
+
+from trainwright.plan.exact.standing import Standing, whole
+from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
+from trainwright.plan.table import FULL
+from trainwright.spec.counts import SavedCount, Tensors
+from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
+
+
+def is_counted(standing: Standing) -> bool:
+    """Whether kept bytes are counted to the last one: `spec.left_out.NOT_YET` says of which runs."""
+    recipe, model = standing.run.recipe, standing.run.model
+    plain = all(
+        layer.mlp.activation != "swiglu_clamped"
+        and not (isinstance(layer.mlp, MoeMlp) and (layer.mlp.bias or layer.mlp.shared_gate))
+        and layer.attention.sliding_window is None
+        and _is_plain(layer.attention)
+        for layer in model.layer_counts()
+    )
+    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
+    shaped = not (recipe.loss_chunks > 1 and model.head_bias)
+    usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
+    return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
+
+
+def _is_plain(attention: Attention) -> bool:
+    if not isinstance(attention, GroupedQueryAttention):
+        return True
+    return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
+
+
+def kept(standing: Standing) -> tuple[SavedCount, ...]:
+    """By tensors; nothing where they aren't counted to the last byte."""
+    if not is_counted(standing):
+        return ()
+    found: Counter[Tensors] = Counter()
+    for piece, marks, passes in standing.pieces():
+        if marks & FULL:
+            found["residual stream"] += whole(piece.input_bytes) * passes
+            continue
+        for each in piece.operations:
+            for place, saved in enumerate(each.saved):
+                if saved.dropped_by & marks:
+                    continue
+                size = whole(saved.bytes)
+                if saved.of_vocabulary:
+                    size = size * standing.own_vocabulary // standing.most_vocabulary
+                found[_tensors(each, place, saved)] += size * passes
+        found["logits"] += _own_logits(standing, piece) * passes
+    return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
+
+
+def _own_logits(standing: Standing, piece: Piece) -> int:
+    return whole(piece.logits_bytes) * standing.own_vocabulary // standing.most_vocabulary
+
+
+def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
+    if isinstance(each, AttentionCore):
+        return "attention's core"
+    if isinstance(each, Matmul) and each.gradients_in_forward:
+        return "gradients of the loss"
+    if isinstance(each, Elementwise):
+        if each.name == "norm":
+            return "normed" if saved.is_statistic else "residual stream"
+        if each.name == "latent norm":
+            return "latents" if place == 0 else "normed"
+        if each.name == "activation":
+            return "up and gate" if place == 0 else "product"
+        if each.name == "embedding":
+            return "numbers of tokens"
+    if each.name == "router" and place == 1:
+        return "scores of experts"
+    return "rows of experts" if each.name == "expert up" else "normed"

@@ -1,0 +1,233 @@
+"""Runs drawn at random, whose counts the planner must predict to the last integer; and the table of them.
+
+`python tests/cpu/exact_runs.py` compares all of them and writes docs/exactness.md. The draw is from a fixed seed:
+number n is the same run wherever it is drawn. What is drawn and can't be a run (a schedule that doesn't take so
+many microbatches, heads that tp doesn't divide, ...) is drawn again.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+from example import example_run
+
+from trainwright.plan.exact.counts import predicted_counts
+from trainwright.spec.counts import Inequality, unequal
+from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.left_out import LEFT_OUT, NOT_YET
+from trainwright.spec.run import Run
+from trainwright.train.door import require_trainable
+from trainwright.train.dryrun.record import dry_run
+
+SEED = 20260
+NUMBER = 200
+"""Of runs that are compared in all."""
+EVERY = 5
+"""Of them one in so many is compared by `make test`."""
+MOST_RANKS = 64
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+
+
+class Drawn(NamedTuple):
+    """A run, the rank that is compared, and in words what it is."""
+
+    number: int
+    run: Run
+    rank: int
+    text: str
+
+
+def drawn() -> Iterator[Drawn]:
+    """The runs in order."""
+    for number in range(NUMBER):
+        generator = random.Random(SEED + number)
+        while True:
+            fields = _fields(generator)
+            try:
+                run = example_run(**fields).check()
+                require_trainable(run)
+            except InvalidSpec:
+                continue
+            if run.layout.world <= MOST_RANKS:
+                break
+        yield Drawn(number, run, generator.randrange(run.layout.world), text_of(run))
+
+
+def differences(each: Drawn) -> list[Inequality]:
+    """The causes in which prediction and recording differ."""
+    return unequal(predicted_counts(each.run, each.rank), dry_run(each.run, each.rank))
+
+
+def _fields(draw: random.Random) -> dict[str, Any]:
+    layout = {
+        axis: draw.choice(some) for axis, some in (("tp", (1, 1, 2, 4)), ("cp", (1, 1, 2)), ("pp", (1, 2, 4)))
+    }
+    layout["dp"] = draw.choice((1, 2, 2, 4))
+    schedule = "1f1b"
+    if layout["pp"] > 1:
+        one_chunk = ("1f1b", "1f1b", "gpipe", "zb_h1")
+        schedule = draw.choice((*one_chunk, "interleaved_1f1b", "breadth_first", "zb_v", "dualpipe", "dualpipe_v"))
+    if schedule in ("interleaved_1f1b", "breadth_first", "zb_v", "dualpipe", "dualpipe_v"):
+        layout["vpp"] = 2
+    microbatches = 2 * layout["pp"] * (2 if schedule.startswith("dualpipe") else 1)
+    micro_batch = draw.choice((1, 1, 2))
+    model, attention, mlp = _model(draw, layout)
+    ops = ["attention", "norm", "activation"]
+    if mlp.get("kind") == "moe":
+        layout["ep"] = draw.choice((1, 2, 4))
+        layout["etp"] = draw.choice((1, 1, 2))
+        ops.append("moe")
+    else:
+        ops.append("mlp")
+    if attention.get("kind") == "mla":
+        ops.append("latent_up")
+    precision = draw.choice(("bf16", "fp32", "fp64"))
+    recipe: dict[str, Any] = {
+        "seq_len": draw.choice((16, 32)),
+        "micro_batch": micro_batch,
+        "global_batch": microbatches * micro_batch * layout["dp"],
+        "precision": precision,
+        "zero": draw.choice((0, 1, 2, 3)),
+        "reshard_after_forward": draw.random() < 0.75,
+        "dp_replicate": draw.choice((1, 1, 1, 2)),
+        "sequence_parallel": draw.random() < 0.75,
+        "schedule": schedule,
+        "recompute": draw.choice(("none", "none", "selective", "full")),
+        "cp_method": draw.choice(("all_gather", "ring", "all_to_all")) if layout["cp"] > 1 else "all_gather",
+        "loss_kernel": draw.choice(("plain", "fused")),
+        "loss_chunks": draw.choice((1, 1, 3)),
+        "attention_kernel": draw.choice(("flash", "flash", "flash", "unfused")),
+        "optimizer": {"moments": draw.choice(("fp32", "bf16")) if precision != "fp64" else "fp32", "beta2": 0.95},
+    }
+    if mlp.get("kind") == "moe":
+        recipe["capacity_factor"] = draw.choice((None, None, 1.0, 1.5))
+        recipe["balance_loss"] = draw.choice((0.0, 0.0, 0.01))
+    if recipe["recompute"] == "selective":
+        recipe["recompute_ops"] = draw.sample(ops, draw.randint(1, len(ops)))
+    if recipe["recompute"] == "full":
+        recipe["recompute_layers"] = draw.choice((None, 1))
+    return {"model": model, "attention": attention, "mlp": mlp, "recipe": recipe, **layout}
+
+
+def _model(draw: random.Random, layout: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    stages = layout["pp"] * layout.get("vpp", 1)
+    layer_count = max(4, stages)
+    model = {
+        "norm": draw.choice(("rmsnorm", "rmsnorm", "layernorm")),
+        "norm_placement": draw.choice(("pre", "pre", "post", "both")),
+        "tied_embeddings": draw.random() < 0.3,
+        "parallel_residual": False,
+        "mtp_depth": draw.choice((0, 0, 0, 1)),
+        "scaled_embedding": draw.random() < 0.2,
+    }
+    attention: dict[str, Any] = {
+        "num_heads": draw.choice((4, 8)),
+        "num_kv_heads": draw.choice((1, 2, 4)),
+        "d_head": 8,
+        "qkv_bias": draw.random() < 0.3,
+        "out_bias": draw.random() < 0.2,
+        "qk_norm": draw.choice(("none", "none", "per_head", "all_heads")),
+    }
+    if draw.random() < 0.25:
+        ranks = {"kv_lora_rank": 16, "d_nope": 8, "d_rope": 8, "d_value": draw.choice((8, 16))}
+        attention = {"kind": "mla", "num_heads": 4, "q_lora_rank": draw.choice((None, 24)), **ranks}
+    elif layout["cp"] == 1 and draw.random() < 0.2:
+        attention["sliding_window"] = 8
+    mlp: dict[str, Any] = {"d_ff": 48, "gated": draw.random() < 0.7, "bias": draw.random() < 0.2}
+    if draw.random() < 0.35:
+        mlp = {
+            "kind": "moe",
+            "num_experts": 8,
+            "top_k": 2,
+            "d_ff": 16,
+            "d_ff_shared": draw.choice((0, 32)),
+            "balance_bias": draw.random() < 0.5,
+            "router": draw.choice(("softmax", "sigmoid")),
+        }
+    layer = {"attention": dict(attention), "mlp": {"kind": "dense", **mlp}}
+    layer["attention"].setdefault("kind", "gqa")
+    model["layer_groups"] = [{"repeat": layer_count, "pattern": [layer]}]
+    return model, attention, mlp
+
+
+def text_of(run: Run) -> str:
+    """What was drawn, in a line."""
+    layout, recipe, layer = run.layout, run.recipe, run.model.layers[0]
+    degrees = [f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "vpp", "ep", "dp")]
+    parts = [each for each in degrees if not each.endswith(" 1")] or ["one rank"]
+    parts += [layer.attention.kind, layer.mlp.kind, f"zero {recipe.zero}", recipe.precision, recipe.schedule]
+    if recipe.recompute != "none":
+        parts.append(recipe.recompute)
+    return ", ".join(parts)
+
+
+def page_without_table() -> str:
+    """The head of docs/exactness.md."""
+    left_out = "\n".join(f"| {each.what} | {each.bound} |" for each in LEFT_OUT)
+    not_yet = "\n".join(f"- {each}" for each in NOT_YET)
+    return f"""# Predicted counts are those of the program
+
+Written by `python tests/cpu/exact_runs.py` (`make exact`). The planner's counts of one rank
+(`src/trainwright/plan/exact/`, from the same lists of operations that seconds come from) are held against the
+trainer's own program, run on fake tensors with fake groups of the run's full world (`trainwright dryrun`): FLOPs
+of every matmul and of attention by part and phase, every collective and transfer by axis, operation, format, ranks
+and bytes, the bytes of parameters, gradients and optimizer states, and bytes kept for backward. Equal is equal to
+the last integer. `tests/cpu/test_exact.py` holds the fake program to real processes, and has negative controls.
+
+FLOPs are two for a multiplication and an addition. Attention's are of the keys that a mask leaves, s (s + 1) / 2
+of s^2 under a causal one; its fused backward is 2.5 times its forward. Kernels are those of a CPU, which pads
+latent attention's values to the width of its keys. Choices of experts are even: token t takes experts
+(t * top_k + c) mod X.
+
+## Left out on purpose
+
+| what | bound |
+|---|---|
+{left_out}
+
+## Not equal, or not compared, yet
+
+{not_yet}
+
+## {NUMBER} runs drawn at random (seed {SEED})
+
+"""
+
+
+def main(first: int, last: int) -> int:
+    """Compare, say what differs, and write the page where all runs were compared; how many differ."""
+    rows, wrong = [], 0
+    for each in drawn():
+        if not first <= each.number < last:
+            continue
+        try:
+            predicted, recorded = predicted_counts(each.run, each.rank), dry_run(each.run, each.rank)
+            found = unequal(predicted, recorded)
+        except Exception as error:
+            wrong += 1
+            print("ERROR", each.number, each.text, type(error).__name__, str(error)[:300], flush=True)
+            continue
+        if found:
+            wrong += 1
+            print("UNEQUAL", each.number, "rank", each.rank, each.text, flush=True)
+            for one in found[:8]:
+                print("    ", *one, flush=True)
+        flops, sent = sum(each.flops for each in recorded.flops), sum(each.count for each in recorded.collectives)
+        kept = "equal" if predicted.saved and not found else "not compared"
+        verdict = "equal" if not found else f"{len(found)} causes differ"
+        rows.append(f"| {each.number} | {each.text} | {each.rank} | {flops:,} | {sent:,} | {kept} | {verdict} |")
+    if first == 0 and last == NUMBER:
+        head = "| run | what | rank | FLOPs | messages | kept bytes | counts |\n|---|---|---|---|---|---|---|\n"
+        PAGE.write_text(page_without_table() + head + "\n".join(rows) + "\n", "utf-8")
+    print(f"{wrong} differ")
+    return wrong
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(bool(main(*(int(each) for each in (sys.argv[1:3] or (0, NUMBER))))))

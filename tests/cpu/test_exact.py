@@ -1,0 +1,131 @@
+"""The planner's counts are those of the program, to the last integer; fake tensors count as real ones do.
+
+`make test` compares one in five of the random runs, `make exact` all of them. The controls change one operation of
+the planner, and leave one collective out of the trainer: what differs must be named.
+"""
+
+import functools
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import exact_cases
+import pytest
+import torch
+from exact_runs import EVERY, PAGE, differences, drawn, page_without_table
+from example import example_run
+from launching import run_ranks
+
+from trainwright.cli.main import run as command
+from trainwright.plan import pieces
+from trainwright.plan.exact.counts import predicted_counts
+from trainwright.plan.operations import Matmul
+from trainwright.spec import toml
+from trainwright.spec.counts import Counts, unequal
+from trainwright.spec.run import Run
+from trainwright.train.dryrun.passes import extended
+from trainwright.train.dryrun.record import dry_run
+from trainwright.train.parallel.crossing import Crossing
+
+RUNS = tuple(drawn())
+
+
+@pytest.mark.parametrize("each", RUNS, ids=[str(each.number) for each in RUNS])
+def test_prediction_is_the_program(each: Any, request: pytest.FixtureRequest) -> None:
+    if each.number % EVERY and not request.config.getoption("--all-cases"):
+        pytest.skip("one in five; make exact runs all")
+    assert differences(each) == [], each.text
+
+
+def small(**fields: Any) -> Run:
+    return example_run(**fields).check()
+
+
+def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = pieces.dense_operations
+
+    def changed(*arguments: Any, **keywords: Any) -> Any:
+        return tuple(
+            replace(each, k=each.k + 1) if isinstance(each, Matmul) and each.name == "up" else each
+            for each in plain(*arguments, **keywords)
+        )
+
+    run = small(tp=2, recipe={"global_batch": 2})
+    recorded = dry_run(run, 0)
+    assert unequal(predicted_counts(run, 0), recorded) == []
+    monkeypatch.setattr(pieces, "dense_operations", changed)
+    causes = {each.cause for each in unequal(predicted_counts(run, 0), recorded)}
+    assert causes == {"FLOPs of up, matmul, forward", "FLOPs of up, matmul, backward"}
+
+
+def test_a_dropped_collective_names_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(self: Crossing, summand_BSD: torch.Tensor) -> torch.Tensor:
+        ranks, (size, positions, *rest) = self.group.size(), summand_BSD.shape
+        return summand_BSD.new_empty((size, positions // ranks, *rest))
+
+    run = small(tp=2, recipe={"global_batch": 2})
+    monkeypatch.setattr(Crossing, "scattered_sum", dropped)
+    found = unequal(predicted_counts(run, 0), dry_run(run, 0))
+    assert [(each.cause.split()[:2], each.recorded) for each in found] == [(["tp", "reduce_scatter"], 0)]
+
+
+def test_a_step_is_extended_from_a_few_microbatches() -> None:
+    run = small(pp=2, dp=2, recipe={"global_batch": 24, "zero": 3, "precision": "bf16"})
+    for rank in (0, 2):
+        whole, short = dry_run(run, rank), dry_run(run, rank, passes=2)
+        assert short.by_cause() == whole.by_cause()
+        assert short.saved == whole.saved
+
+
+def test_equal_steps_extend_to_themselves() -> None:
+    counts = dry_run(small(recipe={"global_batch": 2}), 0)
+    assert extended(counts, counts, 3).by_cause() == counts.by_cause()  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def seen(world: int) -> list[dict[str, Counts]]:
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "results.json"
+        run_ranks("exact_cases.py", world, str(world), str(output))
+        return [
+            {name: Counts.parse(each) for name, each in rank.items()} for rank in json.loads(output.read_text())
+        ]
+
+
+@pytest.mark.parametrize("name", exact_cases.CASES[4])
+def test_real_processes_count_the_same(name: str) -> None:
+    _assert_same(4, name)
+
+
+@pytest.mark.parametrize("name", exact_cases.CASES[8])
+def test_eight_real_processes_count_the_same(name: str, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--all-cases"):
+        pytest.skip("make exact starts eight processes")
+    _assert_same(8, name)
+
+
+def _assert_same(world: int, name: str) -> None:
+    run = exact_cases.run_of(world, name)
+    for rank in range(world):
+        real, fake = seen(world)[rank][name], dry_run(run, rank)
+        assert real.by_cause() == fake.by_cause(), rank
+        assert real.saved_by_cause() == fake.saved_by_cause(), rank
+
+
+def test_the_verb_says_equal_and_refuses_a_rank_beyond_the_world(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(toml.write(small(pp=2, recipe={"global_batch": 4})))
+    assert command(["dryrun", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [each["rank"] for each in said["ranks"]] == [0, 1]
+    assert all(each["unequal"] == [] for each in said["ranks"])
+    assert command(["dryrun", str(path), "--rank", "2"]) == 2
+    assert "--rank=2: is beyond the run's 2 ranks; the last is 1" in capsys.readouterr().err
+
+
+def test_the_page_says_what_is_left_out() -> None:
+    assert PAGE.read_text("utf-8").startswith(page_without_table()), "run python tests/cpu/exact_runs.py"
