@@ -29,7 +29,9 @@ def is_counted(standing: Standing) -> bool:
 
 def _is_plain(attention: Attention) -> bool:
     if not isinstance(attention, GroupedQueryAttention):
-        return attention.q_lora_rank is not None
+        # Values that aren't padded are a view of the up-projection's whole output, which is kept for them.
+        is_padded = attention.d_value < attention.d_nope + attention.d_rope
+        return attention.q_lora_rank is not None and is_padded
     return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
 
 
