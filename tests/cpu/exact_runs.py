@@ -63,9 +63,9 @@ def differences(each: Drawn) -> list[Inequality]:
 
 
 def _is_even(run: Run) -> bool:
-    """Whether every expert has as many of a rank's rows as any other."""
-    mlp, recipe = run.model.layers[0].mlp, run.recipe
-    tokens = recipe.micro_batch * recipe.seq_len // (run.layout.cp * run.layout.tp)
+    """Whether every expert has as many of a rank's rows of each sequence as any other."""
+    mlp = run.model.layers[0].mlp
+    tokens = run.recipe.seq_len // (run.layout.cp * run.layout.tp)
     return not isinstance(mlp, MoeMlp) or tokens * mlp.top_k % mlp.num_experts == 0
 
 
