@@ -18,6 +18,7 @@ from trainwright.plan.exact.counts import predicted_counts
 from trainwright.spec.counts import Inequality, unequal
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.left_out import LEFT_OUT, NOT_YET
+from trainwright.spec.model import MoeMlp
 from trainwright.spec.run import Run
 from trainwright.train.door import require_trainable
 from trainwright.train.dryrun.record import dry_run
@@ -51,7 +52,7 @@ def drawn() -> Iterator[Drawn]:
                 require_trainable(run)
             except InvalidSpec:
                 continue
-            if run.layout.world <= MOST_RANKS:
+            if run.layout.world <= MOST_RANKS and _is_even(run):
                 break
         yield Drawn(number, run, generator.randrange(run.layout.world), text_of(run))
 
@@ -59,6 +60,13 @@ def drawn() -> Iterator[Drawn]:
 def differences(each: Drawn) -> list[Inequality]:
     """The causes in which prediction and recording differ."""
     return unequal(predicted_counts(each.run, each.rank), dry_run(each.run, each.rank))
+
+
+def _is_even(run: Run) -> bool:
+    """Whether every expert has as many of a rank's rows of each sequence as any other."""
+    mlp = run.model.layers[0].mlp
+    tokens = run.recipe.seq_len // (run.layout.cp * run.layout.tp)
+    return not isinstance(mlp, MoeMlp) or tokens * mlp.top_k % mlp.num_experts == 0
 
 
 def _fields(draw: random.Random) -> dict[str, Any]:

@@ -42,8 +42,9 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
                 and not marks & FULL
             ):
                 again = whole(each.scores_flops) * passes
-            if standing.runs_again(each, marks):
-                found["recompute", name, kind] += again
+            times = standing.times_again(each, marks)
+            if times:
+                found["recompute", name, kind] += times * again
             elif isinstance(each, Matmul) and each.name == "expert down" and marks & each.again_anew:
                 # Of matmuls one after the other, recomputation ends before the last.
                 found["recompute", name, kind] += standing.before_the_last_expert(forward)

@@ -20,14 +20,18 @@ def is_counted(standing: Standing) -> bool:
         for layer in model.layer_counts()
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
-    shaped = not (recipe.loss_chunks > 1 and model.head_bias)
+    # In bf16 a CPU's LayerNorm keeps its statistics in bf16, where the planner has fp32.
+    precise = model.norm == "rmsnorm" or recipe.precision != "bf16"
+    shaped = precise and not (recipe.loss_chunks > 1 and model.head_bias)
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
 
 
 def _is_plain(attention: Attention) -> bool:
     if not isinstance(attention, GroupedQueryAttention):
-        return True
+        # Values that aren't padded are a view of the up-projection's whole output, which is kept for them.
+        is_padded = attention.d_value < attention.d_nope + attention.d_rope
+        return attention.q_lora_rank is not None and is_padded
     return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
 
 

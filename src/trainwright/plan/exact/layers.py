@@ -24,9 +24,11 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
     recipe, size = standing.run.recipe, whole(each.message_bytes)
     compute = FORMATS[whole(recipe.compute_bytes)] if not each.is_precise else precise_format(standing)
     axis = "etp" if each.over_experts else each.axis
-    again = standing.runs_again(each, marks)
+    again = standing.times_again(each, marks)
     if axis == "cp" and recipe.cp_method == "ring":
-        _add_ring(standing, messages, compute, size, passes, whole_again=again, core_again=bool(each.core & marks))
+        _add_ring(
+            standing, messages, compute, size, passes, whole_again=bool(again), core_again=bool(each.core & marks)
+        )
         return
     if axis == "etp":
         _add_etp(standing, messages, each, compute, size, passes, again=again)
@@ -38,7 +40,7 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
 
 
 def _add_etp(
-    standing: Standing, messages: Messages, each: Collective, dtype: str, size: int, passes: int, *, again: bool
+    standing: Standing, messages: Messages, each: Collective, dtype: str, size: int, passes: int, *, again: int
 ) -> None:
     """Rows of different lengths, which no gather takes: each rank's go to all by an all-to-all, and sums come back
     by one. Rows come with their weights."""

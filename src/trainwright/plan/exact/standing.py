@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trainwright.plan.linear import ACTIVATION
 from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece
 from trainwright.plan.table import Table
@@ -89,13 +90,15 @@ class Standing:
         experts = mlp.num_experts // self.run.layout.ep
         return flops * (experts - 1) // experts
 
-    def runs_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> bool:
-        """Whether the operations of `marks` being recomputed makes this one run again."""
+    def times_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> int:
+        """How often the operations of `marks` being recomputed makes this one run again. Where the graph is made
+        anew, an activation that is recomputed inside of what is recomputed runs again in either."""
         if isinstance(each, AttentionCore):
-            return bool(each.again & marks)
+            return int(bool(each.again & marks))
         if self.makes_graph_anew:
-            return bool((each.again | each.again_anew) & marks)
-        return bool(each.again & marks & ~each.ends_under)
+            again = (each.again | each.again_anew) & marks
+            return bool(again & ~ACTIVATION) + bool(again & ACTIVATION)
+        return int(bool(each.again & marks & ~each.ends_under))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

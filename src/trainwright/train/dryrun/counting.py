@@ -153,6 +153,8 @@ class Counting(LiveBytes):
         if not where and (is_attention or name in ("bmm", "baddbmm")):
             # A core that was recomputed outside of its module, in the middle of a backward.
             where = "attention"
+        if not where and name == "_grouped_mm":
+            where = "layers.0.mlp.experts"
         return FlopsKey(phase, where, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
