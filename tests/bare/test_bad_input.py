@@ -196,7 +196,6 @@ def test_a_wrong_assignment(
         (["recipe.capacity_factor=1.5"], "recipe.capacity_factor=1.5: is of experts, and "),
         (["recipe.dispatch=hierarchical"], "recipe.dispatch='hierarchical': is of experts, and "),
         (["recipe.overlap.ep=true"], "recipe.overlap.ep=True: is of experts, and "),
-        (['recipe.recompute_ops=["norm"]'], "recipe.recompute_ops=['norm']: needs recompute=selective, not none"),
         (["recipe.compile=yes"], "recipe.compile='yes': must be true or false"),
         (["recipe.recompute=full", "recipe.recompute_layers=99999"], "recipe.recompute_layers=99999: "),
         (["recipe.recompute=selective", 'recipe.recompute_ops=["moe"]'], "recipe.recompute_ops='moe': "),
@@ -219,6 +218,13 @@ def test_what_would_change_nothing_is_refused(
     options = [option for each in assignments for option in ("--set", each)]
     assert said in complaint(capsys, "predict", run_file, *options)
     assert said in complaint(capsys, *plan("llama-3.1-8b"), *options)
+
+
+def test_operations_without_their_recompute_are_refused(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, "predict", run_file, "--set", 'recipe.recompute_ops=["norm"]')
+    assert "recipe.recompute_ops=['norm']: needs recompute=selective, not none; set that too" in said
 
 
 def test_files_that_are_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
