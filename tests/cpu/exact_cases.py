@@ -66,10 +66,11 @@ def run_of(world: int, name: str) -> Run:
 def main(world: int, output: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, results = dist.get_rank(), {}
+    rank, cpu, results, made = dist.get_rank(), torch.device("cpu"), {}, {}
     for name in CASES[world]:
         run = run_of(world, name)
-        mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+        # DTensor takes the groups of the first mesh that looks alike, so all cases share theirs.
+        mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timedelta(seconds=60), made)
         try:
             trainer = parallelize(run, mesh, Clock())
             choose_evenly(trainer)

@@ -94,15 +94,7 @@ def seen(world: int) -> list[dict[str, Counts]]:
         ]
 
 
-UNNAMED = pytest.mark.xfail(
-    strict=True,
-    reason="real processes see the sums of norms' gradients over tp on a group that the recorder has no axis for",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=UNNAMED if name == "experts" else ()) for name in exact_cases.CASES[4]]
-)
+@pytest.mark.parametrize("name", exact_cases.CASES[4])
 def test_real_processes_count_the_same(name: str) -> None:
     _assert_same(4, name)
 

@@ -49,8 +49,6 @@ NOT_YET = (
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
     "selective recompute of moe and activation together: the program runs a part of the experts' down projection "
     "again in both, of which the planner has one",
-    "the axis of the sums of norms' gradients over tp beside experts: on real processes their group is named "
-    "world, on fake ones tp; count, bytes and ranks are equal",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
 )
 """What is not equal, or not compared, yet: named here and in docs/exactness.md."""
