@@ -13,7 +13,7 @@ from tests.bare.test_plan_predict import run
 from trainwright.cli.main import app
 from trainwright.plan.memory_over_time import memory_over_time
 from trainwright.plan.predict import predict
-from trainwright.plan.recompute_budget import policies, resolved
+from trainwright.plan.recompute_budget import _fastest, policies, resolved
 from trainwright.plan.timeline import timeline
 from trainwright.spec import toml
 from trainwright.spec.errors import InvalidSpec
@@ -151,3 +151,25 @@ def test_a_search_chooses_recompute_by_itself() -> None:
     told = CliRunner().invoke(app, command)
     assert isinstance(told.exception, InvalidSpec)
     assert "recipe.recompute='budget': is what a search does by itself" in str(told.exception)
+
+
+class Played:
+    """Of rows whose bounds are in another order than what their schedules take."""
+
+    bound_s = np.array([3.0, 1.0, 2.0, 9.0])
+    peak_bytes = np.array([1.0, 5.0, 4.0, 1.0])
+
+    def __init__(self, *step_s: float) -> None:
+        self._step_s = step_s
+        self.asked: list[int] = []
+
+    def step_s(self, row: int) -> float:
+        self.asked.append(row)
+        return self._step_s[row]
+
+
+def test_the_fastest_is_by_the_schedule_that_was_played() -> None:
+    played = Played(3.5, 6.0, 3.5, 9.5)
+    # Row 0 takes as long as row 2 and holds less; row 3 can't be faster, and isn't played.
+    assert _fastest(played, np.arange(4)) == 0  # pyright: ignore[reportArgumentType]
+    assert played.asked == [1, 2, 0]
