@@ -16,7 +16,7 @@ def is_counted(standing: Standing) -> bool:
         layer.mlp.activation != "swiglu_clamped"
         and not (isinstance(layer.mlp, MoeMlp) and (layer.mlp.bias or layer.mlp.shared_gate))
         and layer.attention.sliding_window is None
-        and _is_plain(layer.attention)
+        and _is_plain(layer.attention, standing.run.layout.tp)
         for layer in model.layer_counts()
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
@@ -27,11 +27,12 @@ def is_counted(standing: Standing) -> bool:
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
 
 
-def _is_plain(attention: Attention) -> bool:
+def _is_plain(attention: Attention, tp: int) -> bool:
     if not isinstance(attention, GroupedQueryAttention):
         # Values that aren't padded are a view of the up-projection's whole output, which is kept for them.
         is_padded = attention.d_value < attention.d_nope + attention.d_rope
-        return attention.q_lora_rank is not None and is_padded
+        # With one head there is nothing to reorder, and a copy less.
+        return attention.q_lora_rank is not None and is_padded and attention.num_heads > tp
     return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
 
 

@@ -96,7 +96,8 @@ class Counting(LiveBytes):
 
         self._pieces = tuple(pieces)
         hooks = [piece.register_forward_hook(passed) for piece in pieces]
-        plain = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+        # The first step pads its shards, before it gathers any.
+        plain = FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
         def gathering(function: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -108,11 +109,11 @@ class Counting(LiveBytes):
 
             return wrapped
 
-        FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = map(gathering, plain)
+        FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = map(gathering, plain)
         try:
             yield
         finally:
-            FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = plain
+            FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = plain
             for hook in hooks:
                 hook.remove()
 
