@@ -7,7 +7,6 @@ written down. What fails is a call of the system, replaced here.
 """
 
 import errno
-import json
 import os
 import sys
 import threading
@@ -15,14 +14,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from checkpoint_cases import trainer_of
 from example import example_run
+from ranked import begun, ended
 
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec
@@ -134,9 +132,7 @@ def hung(root: Path, rank: int) -> dict[str, Any]:
 
 
 def main(directory: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
+    rank = begun()
     results: dict[str, Any] = {}
     try:
         results["undisturbed"] = undisturbed(directory / "undisturbed", rank)
@@ -146,11 +142,7 @@ def main(directory: Path, output: Path) -> None:
     except BaseException:
         traceback.print_exc()
         leave(1)
-    if rank == 0:
-        output.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    ended(output, results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Steps of real processes, counted as the dry run counts; `test_exact.py` holds one against the other."""
 
 import gc
-import json
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_run
+from ranked import TIMEOUT, begun, ended
 
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
@@ -64,13 +63,11 @@ def run_of(world: int, name: str) -> Run:
 
 
 def main(world: int, output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, cpu, results, made = dist.get_rank(), torch.device("cpu"), {}, {}
+    rank, cpu, results, made = begun(), torch.device("cpu"), {}, {}
     for name in CASES[world]:
         run = run_of(world, name)
         # DTensor takes the groups of the first mesh that looks alike, so all cases share theirs.
-        mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timedelta(seconds=60), made)
+        mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, TIMEOUT, made)
         try:
             trainer = parallelize(run, mesh, Clock())
             choose_evenly(trainer)
@@ -83,11 +80,7 @@ def main(world: int, output: Path) -> None:
         gc.collect()
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, results)
-    if rank == 0:
-        output.write_text(json.dumps(everyone))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    ended(output, everyone)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ the planner's bytes for it.
 """
 
 import gc
-import json
 import sys
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_batches, example_run, part_of
+from ranked import TIMEOUT, begun, ended
 
 from trainwright.plan.predict import predict
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
 from trainwright.train.instrument import peak_bytes_of
-from trainwright.train.mesh import build_mesh, leave
+from trainwright.train.mesh import build_mesh
 from trainwright.train.parallel.local import bytes_of
 from trainwright.train.parallelize import parallelize
 
@@ -71,7 +70,7 @@ class Sent(TorchDispatchMode):
 
 def figures(run: Run, rank: int) -> dict[str, Any]:
     """This rank's bytes and collectives of a step that isn't the first."""
-    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, TIMEOUT)
     trainer = parallelize(run, mesh, Clock())
     batch = part_of(run, mesh.coordinate.dp, example_batches(run))
     with Sent() as sent:
@@ -88,19 +87,13 @@ def figures(run: Run, rank: int) -> dict[str, Any]:
 
 
 def main(output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, results = dist.get_rank(), {}
+    rank, results = begun(), {}
     for name, recipe in CASES.items():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, figures(interleaved(**recipe), rank))
         results[name] = everyone
         gc.collect()
-    if rank == 0:
-        output.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    ended(output, results)
 
 
 if __name__ == "__main__":

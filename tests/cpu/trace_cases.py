@@ -1,18 +1,16 @@
 """Steps whose collectives `test_trace.py` counts by hand, by world size; and the worker that records them."""
 
 import gc
-import json
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example import example_run
+from ranked import TIMEOUT, begun, ended
 
 from trainwright.train.mesh import build_mesh, leave
 from trainwright.train.trace.trace import trace
@@ -50,25 +48,19 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def main(world: int, output: Path, only: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, results = dist.get_rank(), {}
+    rank, results = begun(), {}
     for name, fields in CASES[world].items():
         if only and name not in only:
             continue
         run = example_run(**fields).check()
-        mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, timedelta(seconds=60))
+        mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, TIMEOUT)
         try:
             results[name] = trace(run, mesh).plain()
         except Exception:
             print(f"case {name!r} failed on rank {rank}\n{traceback.format_exc()}", file=sys.stderr)
             leave(1)
         gc.collect()
-    if rank == 0:
-        output.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    ended(output, results)
 
 
 if __name__ == "__main__":

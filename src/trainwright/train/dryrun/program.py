@@ -19,6 +19,7 @@ from trainwright.train.dryrun.fabric import even_choice
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.materialize import fill
 from trainwright.train.parallelize import Trainer, parallelize
 
 
@@ -52,24 +53,23 @@ def _fake_values(
     device: torch.device,
 ) -> None:
     """In the place of `materialize`: parameters of the same shapes and places, without values."""
-    for name, parameter in list(module.named_parameters()):
-        if not parameter.is_meta:
-            continue
+
+    def empty(name: str, parameter: nn.Parameter) -> torch.Tensor:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         with mode:
             value = torch.empty(local.shape, dtype=dtype, device=device)
-        if isinstance(parameter, DTensor):
-            value = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        owner_name, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner_name), last, nn.Parameter(value))
-    piece.tie()
+        if not isinstance(parameter, DTensor):
+            return value
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    fill(piece, module, empty)
 
 
 def fake_batch(run: Run, mesh: Mesh) -> Batch:

@@ -4,6 +4,7 @@ Every rank draws the whole tensor and keeps its part (`model/initialize.py` says
 whole in memory.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,13 +34,21 @@ def materialize(
     piece: Transformer, module: nn.Module, prefix: str, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Give the meta parameters of `module`, which stands at `prefix` in `piece`, their initial values."""
-    for name, parameter in list(module.named_parameters()):
-        if not parameter.is_meta:
-            continue
+
+    def initial(name: str, parameter: nn.Parameter) -> torch.Tensor:
         full = initial_value(piece.spec, seed, prefix + name, parameter.shape, dtype).to(device)
-        value: torch.Tensor = full
-        if isinstance(parameter, DTensor):
-            value = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        owner_name, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner_name), last, nn.Parameter(value))
+        if not isinstance(parameter, DTensor):
+            return full
+        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    fill(piece, module, initial)
+
+
+def fill(piece: Transformer, module: nn.Module, value_of: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
+    """Put `value_of` in the place of each meta parameter of `module`, by its name there."""
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            owner_name, _, last = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            setattr(owner, last, nn.Parameter(value_of(name, parameter)))
     piece.tie()
