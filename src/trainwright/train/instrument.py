@@ -74,6 +74,9 @@ class LiveBytes(TorchDispatchMode):
                 self._watch(output.untyped_storage())
         return result
 
+    def _let_go(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self._gone.append(key)
+
     def _reap(self) -> None:
         """Take off what is gone."""
         while self._gone:
@@ -91,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._bytes_of:
             # Other threads let go of storages too: they only leave a note, which the next look reads.
-            self._references[key] = weakref.ref(storage, lambda _: self._gone.append(key))
+            self._references[key] = weakref.ref(storage, lambda reference: self._let_go(key, reference))
         self.bytes += num_bytes - self._bytes_of.get(key, 0)
         self._bytes_of[key] = num_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)

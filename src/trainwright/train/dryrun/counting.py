@@ -4,11 +4,14 @@ FLOPs        of every matmul and attention, two for a multiplication and an addi
              of the keys that a mask leaves, s (s + 1) / 2 of s^2 where it is causal, forward once and backward 2.5
              times (the scores are made again, arXiv:2205.14135 s3.1); of documents' masks, all keys
 saved bytes  storages that a forward act made and that live on when it is over, by the module and the operator
-             that made them; what a recomputed layer or a gathered input gives up is not among them
+             that made them; what a recomputed layer or a gathered input gives up is not among them, nor what
+             gloo's threads still hold of a collective that is over
 live bytes   of all storages, from the parameters on: the most in each act
 """
 
 import math
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
 
 from trainwright.train.dryrun.fabric import value_of
 from trainwright.train.instrument import LiveBytes
@@ -66,7 +70,12 @@ class Counting(LiveBytes):
         """In the forward act that is under way."""
         self._operator = ""
         self.flops: Counter[FlopsKey] = Counter()
-        self.saved_bytes: Counter[SavedKey] = Counter()
+        self._saved: list[tuple[SavedKey, int, weakref.ref[torch.UntypedStorage]]] = []
+        self._thread = threading.get_ident()
+        self._let_go_by_others: list[weakref.ref[torch.UntypedStorage]] = []
+        """What a thread of gloo held last."""
+        self._sent_later: list[weakref.ref[torch.UntypedStorage]] = []
+        """What collectives took after the act that made it: it was kept until then."""
         self.acts: list[tuple[str, int, int]] = []
         """Of each act, transfer or what is outside of them: name, bytes at its end, and at most."""
         self._most = 0
@@ -127,15 +136,35 @@ class Counting(LiveBytes):
                 for key, maker in self._born.items():
                     # What leaves for the next stage is kept by no operation; what came from the last one is.
                     if key in self._bytes_of and key != self._output_key and key not in tables:
-                        self.saved_bytes[maker] += self._bytes_of[key]
-                if self._input_key is not None:
-                    self.saved_bytes[INPUT] += self._bytes_of.get(self._input_key, 0)
+                        self._save(maker, key)
+                if self._input_key in self._bytes_of:
+                    self._save(INPUT, self._input_key)
         self._born.clear()
         self._input_key = self._output_key = None
         self._act, self._most = name, self.bytes
 
+    def _save(self, maker: SavedKey, key: int) -> None:
+        self._saved.append((maker, self._bytes_of[key], self._references[key]))
+
+    def _let_go(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        super()._let_go(key, reference)
+        if threading.get_ident() != self._thread:
+            self._let_go_by_others.append(reference)
+
+    def saved_bytes(self) -> Counter[SavedKey]:
+        """Of all forward acts; known when the step is over, since backward lets go of what it was kept for."""
+        by_others = set(map(id, self._let_go_by_others)) - set(map(id, self._sent_later))
+        found: Counter[SavedKey] = Counter()
+        for maker, size, reference in self._saved:
+            if id(reference) not in by_others:
+                found[maker] += size
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operator = func._opname if not self._gathering else GATHERED
+        if self._fake is None and "c10d" in func.namespace:
+            keys = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+            self._sent_later += [self._references[key] for key in keys & self._references.keys() - self._born.keys()]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented and func.namespace == "aten":
             count = flops_of(func._opname, args, kwargs or {})

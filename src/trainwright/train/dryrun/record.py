@@ -131,7 +131,7 @@ def _collectives(recorder: Recorder) -> tuple[CollectiveCount, ...]:
 
 def _saved(counting: Counting, *, in_chunks: bool) -> tuple[SavedCount, ...]:
     found: Counter[tuple[str, str, str]] = Counter()
-    for key, size in counting.saved_bytes.items():
+    for key, size in counting.saved_bytes().items():
         part = part_of(key.where)
         found[tensors_of(part, key, in_chunks=in_chunks), part, key.operator] += size
     return tuple(
