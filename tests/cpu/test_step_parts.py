@@ -7,11 +7,11 @@ import pytest
 import torch
 from example import example_batches, example_run, part_of, plain_step
 
-from trainwright.plan.pieces import layer_piece
+from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece
 from trainwright.plan.table import Table
 from trainwright.spec.recipe import Optimizer
 from trainwright.spec.schedule import SCHEDULES, Act
-from trainwright.train.bench import LAUNCHES_OF_A_LAYER
+from trainwright.train.bench.host import LAUNCHES_AROUND_LAYERS, LAUNCHES_OF_A_LAYER
 from trainwright.train.clock import Clock
 from trainwright.train.instrument import live_storages, peak_bytes_of
 from trainwright.train.mesh import Mesh
@@ -218,3 +218,6 @@ def test_the_bench_counts_a_layers_launches_as_the_planner_does() -> None:
     run = trainer_of().run
     piece = layer_piece(Table.of_run(run), run.model.layers[0])
     assert sum(sum(operation.launches) for operation in piece.operations) == LAUNCHES_OF_A_LAYER
+    table = Table.of_run(run)
+    around = (*embedding_piece(table).operations, *head_piece(table).operations)
+    assert sum(sum(operation.launches) for operation in around) == LAUNCHES_AROUND_LAYERS

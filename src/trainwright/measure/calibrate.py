@@ -1,302 +1,131 @@
 """Samples into a cluster: the rates of this machine, fitted so that outliers don't move them.
 
-Each measured size is represented by the median of its repetitions. Compute is measured twice. One rank alone
-gives the device's peak and the shape of each curve, cleanly. All ranks of the node at once, which is how a run
-computes, give one factor per operation: with more ranks than cores, n ranks on c cores each take n/c as long,
-which the planner counts as `core_sharing`; what they take beyond that (shared memory bandwidth and caches,
-turbo) is contention, and lowers the whole curve. Its median over sizes is taken, as the system's scheduler
-makes single sizes unreliable. Kernels are timed bare; what modules and autograd put around each operation is the
-launch, which the planner adds. A collective is a line over message bytes by least absolute relative deviation,
-which goes through two of the points, so all pairs are tried (Bloomfield and Steiger, Least Absolute
-Deviations, 1983).
+Each measured size is represented by the median of its repetitions (`points`); what ranks cost one another and what
+they say to one another have files of their own (`compute_rates`, `link_rates`). Samples that scatter too much make
+no cluster (`noise`). Each number's provenance says how many measurements it is of, and how well it says them.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
-from typing import NamedTuple, get_args
+from collections.abc import Sequence
 
-import numpy as np
+from trainwright.measure.compute_rates import ComputeRates
+from trainwright.measure.link_rates import LinkRates
+from trainwright.measure.noise import MOST_NOISE, require_quiet
+from trainwright.spec.cluster import ClusterSpec, Device, Fabric, Node, PeakFlops, Provenance, Rates
+from trainwright.spec.record import Calibration, Fit, Machine, Sample
 
-from trainwright.spec.cluster import (
-    ClusterSpec,
-    CollectiveOp,
-    CollectiveRate,
-    Curve,
-    Device,
-    Fabric,
-    Format,
-    Node,
-    PeakFlops,
-    Provenance,
-    Rates,
-)
-from trainwright.spec.errors import reject
-from trainwright.spec.record import Calibration, Fit, Sample
-
-COLLECTIVES: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
-LARGEST_FRACTION = 1.5
-"""What `spec.cluster.Curve` allows."""
 WORKER_BYTES = 300_000_000
 """Resident memory of a worker that has imported PyTorch and joined a process group: 222 to 299 MB seen with
 torch 2.13 on CPU."""
+CONTEXT_BYTES = 1_500_000_000
+"""Of a GPU, what the context, the libraries and communicators keep."""
 
 
-class Machine(NamedTuple):
-    """What the operating system says of the node, which no sample can."""
+def calibrate(samples: Sequence[Sample], machine: Machine, most_noise: float = MOST_NOISE) -> Calibration:
+    """The cluster that the samples describe.
 
-    name: str
-    processor: str
-    cores: int
-    memory_bytes: int
-
-
-class Point(NamedTuple):
-    """One measured size: median seconds, and how many repetitions it is the median of."""
-
-    size: float
-    work: float
-    seconds: float
-    repetitions: int
-
-
-def calibrate(samples: Sequence[Sample], machine: Machine) -> Calibration:
-    """The cluster that the samples of one node describe: as many devices as there were busy ranks.
-
-    `InvalidSpec` where a needed operation was not measured.
+    `InvalidSpec` where a needed operation was not measured, and where samples scatter by more than `most_noise`.
     """
-    ranks = max(sample.busy_ranks for sample in samples)
-    cores = min(machine.cores, ranks)
-    compute = _Compute(samples, ranks, cores)
-    links = _Links(samples)
-    fits = [*compute.fits, *links.fits]
-    measured = Provenance(
-        kind="measured",
-        source=f"trainwright calibrate on {machine.processor}, {ranks} ranks on {cores} cores",
-        samples=sum(len(sample.seconds) for sample in samples),
-    )
+    require_quiet(samples, most_noise)
+    compute = ComputeRates(samples, machine.concurrent_devices)
+    links = LinkRates(samples, machine)
+    on_cpu, networked = machine.kind == "cpu", bool(links.between)
+    fits = (*compute.fits, *links.fits)
     cluster = ClusterSpec(
         name=machine.name,
         device=Device(
-            name=machine.processor,
-            kind="cpu",
+            name=machine.device,
+            kind=machine.kind,
             peak_flops_per_s=PeakFlops.parse(compute.peaks),
-            memory_bytes=machine.memory_bytes // ranks,
+            memory_bytes=machine.memory_bytes,
             memory_bytes_per_s=compute.memory_bytes_per_s,
-            num_sms=1,
+            num_sms=machine.num_sms,
         ),
-        node=Node(devices=ranks, concurrent_devices=cores),
-        fabric=Fabric(link="shared memory", link_domain=ranks, link_bytes_per_s=links.bytes_per_s),
+        node=Node(devices=machine.devices, concurrent_devices=machine.concurrent_devices),
+        fabric=Fabric(
+            link="shared memory" if on_cpu else "links of one node, as measured",
+            link_domain=machine.devices,
+            link_bytes_per_s=links.bytes_per_s,
+            network="between nodes, as measured" if networked else "none",
+            nics_per_node=machine.devices if networked else 0,
+            nic_bytes_per_s=links.network_bytes_per_s if networked else 0.0,
+        ),
         rates=Rates(
             matmul=compute.matmul,
             attention_forward=compute.attention["attention_forward"],
             attention_backward=compute.attention["attention_backward"],
-            memory=compute.memory_fraction,
+            memory=1.0,
             elementwise=compute.elementwise,
+            update=compute.update,
+            at_work=compute.at_work,
             launch_s=compute.launch_s,
+            step_overhead_s=compute.step_overhead_s,
+            microbatch_overhead_s=compute.microbatch_overhead_s,
             link=links.fraction,
             link_latency_s=links.latency_s,
-            network=1.0,
-            network_latency_s=0.0,
+            network=links.network_fraction,
+            network_latency_s=links.network_latency_s,
             collectives=links.rates,
+            overlap=links.overlap,
         ),
-        framework_bytes=WORKER_BYTES,
-        provenance=_provenance(measured),
+        framework_bytes=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
+        provenance=_provenance(machine, samples, fits, is_networked=networked),
     )
-    return Calibration(cluster=cluster, fits=tuple(fits))
+    return Calibration(cluster=cluster, fits=fits)
 
 
-def _provenance(measured: Provenance) -> dict[str, Provenance]:
-    system = Provenance(kind="measured", source="what the operating system reports, shared out over the ranks")
+def _provenance(
+    machine: Machine, samples: Sequence[Sample], fits: Sequence[Fit], *, is_networked: bool
+) -> dict[str, Provenance]:
+    where = f"trainwright calibrate on {machine.device}, {machine.devices} ranks"
+    where += f" on {machine.concurrent_devices} cores" if machine.kind == "cpu" else f", {machine.nodes} node(s)"
+
+    def measured(*names: str) -> Provenance:
+        """Of the fits whose names begin so; of all samples where none is named."""
+        said = [fit for fit in fits if fit.name.startswith(names)] if names else []
+        errors = [abs(each) for fit in said for each in fit.residuals]
+        quality = (
+            f"; it says medians to {sorted(errors)[len(errors) // 2]:.1%}, {max(errors):.1%} at worst"
+            if errors
+            else ""
+        )
+        counted = sum(fit.samples for fit in said) if said else sum(len(sample.seconds) for sample in samples)
+        return Provenance(kind="measured", source=where + quality, samples=counted)
+
+    system = Provenance(kind="measured", source="what the system reports, a CPU node's shared out over its ranks")
     no_network = Provenance(kind="assumed", source="one node: there is no network, and it is never used")
-    not_sampled = Provenance(
-        kind="assumed", source="no sample can tell it; the residual `host` of a comparison shows what is missing"
-    )
+    network = measured("all_reduce", "send") if is_networked else no_network
+    matmuls = {
+        f"rates.matmul.{fit.name.split()[1]}": measured(fit.name) for fit in fits if fit.name.startswith("matmul ")
+    }
     return {
-        "device": measured,
+        "device": measured("matmul", "memory"),
         "device.memory_bytes": system,
-        "device.num_sms": Provenance(kind="assumed", source="one process computes with one thread"),
+        "device.num_sms": system,
         "node": system,
-        "fabric": measured,
-        "fabric.nics_per_node": no_network,
-        "fabric.nic_bytes_per_s": no_network,
-        "rates": measured,
-        "rates.network": no_network,
-        "rates.network_latency_s": no_network,
-        "rates.straggling_per_doubling": no_network,
-        "rates.step_overhead_s": not_sampled,
-        "rates.microbatch_overhead_s": not_sampled,
+        "fabric": measured("send"),
+        "fabric.nics_per_node": Provenance(kind="assumed", source="one for each device")
+        if is_networked
+        else no_network,
+        "fabric.nic_bytes_per_s": network,
+        "rates": measured(),
+        **matmuls,
+        "rates.attention_forward": measured("attention_forward"),
+        "rates.attention_backward": measured("attention_backward"),
+        "rates.memory": Provenance(
+            kind="assumed", source="device.memory_bytes_per_s is what a long stream was seen to reach"
+        ),
+        "rates.elementwise": measured("elementwise"),
+        "rates.update": measured("update"),
+        "rates.launch_s": measured("launch"),
+        "rates.step_overhead_s": measured("step"),
+        "rates.microbatch_overhead_s": measured("step"),
+        "rates.collectives": measured("all_", "reduce_", "send"),
+        "rates.network": network,
+        "rates.network_latency_s": network,
         "framework_bytes": Provenance(
-            kind="assumed", source="222 to 299 MB resident in a worker of torch 2.13 before it trains, rounded up"
+            kind="assumed",
+            source="222 to 299 MB resident in a worker of torch 2.13 before it trains, rounded up"
+            if machine.kind == "cpu"
+            else "context, libraries and communicators of a device, before it trains",
         ),
     }
-
-
-class _Compute:
-    """Peaks, curves, memory bandwidth and launch cost."""
-
-    def __init__(self, samples: Sequence[Sample], ranks: int, cores: int) -> None:
-        self._samples = samples
-        self._ranks, self._cores = ranks, cores
-        self.fits: list[Fit] = []
-        self.launch_s = _median(point.seconds / point.work for point in self._alone("launch", None))
-        self.launch_s *= self._contention("launch", None)
-        self._note("launch", "launch", None, lambda point: self.launch_s * point.work)
-        precisions = self._formats("matmul")
-        self.peaks = {precision: self._best_rate("matmul", precision) for precision in precisions}
-        if "fp32" not in self.peaks:
-            reject("samples", "no fp32 matmul", "measure it; it is the peak that attention is a fraction of")
-        self.matmul: dict[Format, Curve] = {
-            precision: self._curve("matmul", precision, self.peaks[precision]) for precision in precisions
-        }
-        self.attention: dict[str, dict[Format, Curve]] = {
-            op: {fmt: self._curve(op, fmt, self.peaks[fmt]) for fmt in self._formats(op) if fmt in self.peaks}
-            for op in ("attention_forward", "attention_backward")
-        }
-        self.memory_bytes_per_s = self._best_rate("copy", None)
-        streamed_bytes_per_s = self.memory_bytes_per_s / self._contention("copy", None)
-        self.memory_fraction = streamed_bytes_per_s / self.memory_bytes_per_s
-        self._note("memory", "copy", None, lambda point: point.work / streamed_bytes_per_s)
-        self.elementwise: dict[Format, float] = {
-            fmt: self._elementwise_fraction(fmt) for fmt in self._formats("elementwise")
-        }
-
-    def _formats(self, op: str) -> list[Format]:
-        """Number formats that an operation was measured in."""
-        formats: set[Format] = {sample.precision for sample in self._samples if sample.op == op}
-        return sorted(formats)
-
-    def _elementwise_fraction(self, precision: str) -> float:
-        """What elementwise operators reach of the memory bandwidth, with all ranks busy."""
-        points = self._alone("elementwise", precision)
-        alone_bytes_per_s = _median(point.work / point.seconds for point in points)
-        bytes_per_s = alone_bytes_per_s / self._contention("elementwise", precision)
-        self._note(f"elementwise {precision}", "elementwise", precision, lambda point: point.work / bytes_per_s)
-        return min(1.0, bytes_per_s / self.memory_bytes_per_s)
-
-    def _alone(self, op: str, precision: str | None) -> list[Point]:
-        """Points of one busy rank."""
-        points = _points(self._samples, op, precision, busy_ranks=1)
-        if not points:
-            reject("samples", f"no {op} {precision or ''}".strip(), "measure it by one rank alone")
-        return points
-
-    def _shared(self, op: str, precision: str | None) -> list[Point]:
-        """Points of all ranks at once, as if each had a core to itself."""
-        share = self._cores / self._ranks
-        points = _points(self._samples, op, precision, busy_ranks=self._ranks)
-        return [point._replace(seconds=point.seconds * share) for point in points]
-
-    def _contention(self, op: str, precision: str | None) -> float:
-        """How many times longer a call takes when all ranks are busy, beyond their sharing of cores."""
-        alone = {point.size: point.seconds for point in self._alone(op, precision)}
-        shared = self._shared(op, precision)
-        ratios = [point.seconds / alone[point.size] for point in shared if point.size in alone]
-        return max(1.0, _median(ratios)) if ratios else 1.0
-
-    def _best_rate(self, op: str, precision: str | None) -> float:
-        return max(point.work / point.seconds for point in self._alone(op, precision))
-
-    def _curve(self, op: str, precision: str, peak_flops_per_s: float) -> Curve:
-        contention = self._contention(op, precision)
-        sizes, fractions = [], []
-        for point in self._alone(op, precision):
-            sizes.append(point.size)
-            fractions.append(min(point.work / (point.seconds * contention) / peak_flops_per_s, LARGEST_FRACTION))
-        curve = Curve(size=tuple(sizes), fraction=tuple(fractions))
-        self._note(
-            f"{op} {precision}",
-            op,
-            precision,
-            lambda point: point.work / (peak_flops_per_s * curve.at(point.size)),
-        )
-        return curve
-
-    def _note(self, name: str, op: str, precision: str | None, predict: Callable[[Point], float]) -> None:
-        """Note how well a rate says what was seen with all ranks busy."""
-        points = self._shared(op, precision) or self._alone(op, precision)
-        self.fits.append(_fit(name, points, predict))
-
-
-class _Links:
-    """Collectives, and from them what the link as such does; all zero-cost where one rank was measured."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.fits: list[Fit] = []
-        rates = []
-        for op in COLLECTIVES:
-            for size in sorted({sample.busy_ranks for sample in samples if sample.op == op}):
-                points = _points(samples, op, None, busy_ranks=size)
-                latency_s, seconds_per_byte = fit_line(points)
-                rate = CollectiveRate(
-                    op=op, group_size=size, latency_s=latency_s, bytes_per_s=1 / seconds_per_byte
-                )
-                rates.append(rate)
-                self.fits.append(
-                    _fit(
-                        f"{op} of {size} ranks",
-                        points,
-                        lambda point, rate=rate: rate.latency_s + point.work / rate.bytes_per_s,
-                    )
-                )
-        self.rates = tuple(rates)
-        sends = [rate for rate in rates if rate.op == "send"]
-        self.bytes_per_s = max((rate.bytes_per_s for rate in sends), default=1e12)
-        self.latency_s = min((rate.latency_s for rate in sends), default=0.0)
-        # Bus bandwidth of an all-reduce: each link carries 2 (n - 1) / n of the message.
-        buses = [2 * (r.group_size - 1) / r.group_size * r.bytes_per_s for r in rates if r.op == "all_reduce"]
-        self.fraction = min(1.0, max(buses, default=self.bytes_per_s) / self.bytes_per_s)
-
-
-def fit_line(points: Sequence[Point]) -> tuple[float, float]:
-    """Latency in seconds and seconds per byte, both of least absolute relative deviation from the points.
-
-    Latency is at least zero, and a byte takes some time. `InvalidSpec` for less than two sizes.
-    """
-    if len(points) < 2:
-        reject("samples", f"{len(points)} message size(s)", "measure a collective at two sizes at least")
-    through_zero = [(0.0, point.seconds / point.work) for point in points]
-    through_two = [_line(first, second) for first, second in combinations(points, 2)]
-    lines = [line for line in (*through_zero, *through_two) if line[0] >= 0 and line[1] > 0]
-
-    def deviation(line: tuple[float, float]) -> float:
-        return sum(abs(line[0] + line[1] * point.work - point.seconds) / point.seconds for point in points)
-
-    return min(lines, key=deviation)
-
-
-def _line(first: Point, second: Point) -> tuple[float, float]:
-    slope = (second.seconds - first.seconds) / (second.work - first.work)
-    return first.seconds - slope * first.work, slope
-
-
-def _points(samples: Sequence[Sample], op: str, precision: str | None, *, busy_ranks: int) -> list[Point]:
-    """The measured sizes of an operation, smallest first, the repetitions of all ranks together. Calls of one
-    size and different work (matmuls of two shapes) are one point of the median rate."""
-    groups: dict[float, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        if sample.op == op and sample.busy_ranks == busy_ranks and precision in (None, sample.precision):
-            groups[sample.size].append(sample)
-    points = []
-    for size, group in sorted(groups.items()):
-        work = group[0].work
-        seconds = [each * work / sample.work for sample in group for each in sample.seconds]
-        points.append(Point(size, work, _median(seconds), len(seconds)))
-    return points
-
-
-def _fit(name: str, points: Sequence[Point], predict: Callable[[Point], float]) -> Fit:
-    errors = [abs(predict(point) - point.seconds) / point.seconds for point in points]
-    return Fit(
-        name=name,
-        samples=sum(point.repetitions for point in points),
-        median_error=_median(errors),
-        worst_error=max(errors),
-    )
-
-
-def _median(values: Iterable[float]) -> float:
-    median = float(np.median(list(values)))
-    assert math.isfinite(median)
-    return median

@@ -84,7 +84,7 @@ class Clock:
         acts = Acts()
         launches: list[Floats | float] = [0.0, 0.0]
         launches_s: list[Floats | float] = [0.0, 0.0]
-        launch_s = self.table.cluster.rates.launch_s
+        launch_s = self.table.cluster.rates.launch_s * rates.slowdown(self.table, "launch")
         for one in timed:
             if isinstance(one.each, Collective) and one.each.absent & marks:
                 continue
@@ -149,7 +149,7 @@ class Clock:
         key = (each.axis, each.over_experts, op)
         if key not in self._collectives:
             size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
-            self._collectives[key] = collective(self.table.cluster, op, size, members)
+            self._collectives[key] = collective(self.table.cluster, op, size, members, self.table.at_work)
         return each.parts * self._collectives[key](each.message_bytes)
 
     def _overlapped(self, timed: list[_Timed]) -> list[_Timed]:

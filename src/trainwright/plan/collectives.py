@@ -13,10 +13,11 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.operations import Dispatch
 from trainwright.plan.table import Floats, Ints, Table
-from trainwright.spec.cluster import ClusterSpec, CollectiveOp
+from trainwright.spec.cluster import ClusterSpec, CollectiveOp, CollectiveRate
 from trainwright.spec.model import MoeMlp
 
 
@@ -36,31 +37,39 @@ class Line(NamedTuple):
 
 
 def collective_s(
-    cluster: ClusterSpec, op: CollectiveOp, message_bytes: Floats, size: Ints, members: Ints
+    cluster: ClusterSpec,
+    op: CollectiveOp,
+    message_bytes: Floats,
+    size: Ints,
+    members: Ints,
+    at_work: Ints | None = None,
 ) -> Floats:
     """Seconds of a collective over groups of `size` ranks of which `members` share a scale-up domain.
 
-    message_bytes: the whole tensor's; of an all_to_all, what one rank holds before it. Zero for groups of one.
+    message_bytes: the whole tensor's; of an all_to_all, what one rank holds before it. at_work: ranks of the node,
+    the group's alone unless said otherwise. Zero for groups of one.
     """
-    return collective(cluster, op, size, members)(message_bytes)
+    return collective(cluster, op, size, members, at_work)(message_bytes)
 
 
-def collective(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> Callable[[Floats], Floats]:
+def collective(
+    cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints, at_work: Ints | None = None
+) -> Callable[[Floats], Floats]:
     """The same as a function of the message."""
     if (size <= 1).all():
         return lambda message_bytes: np.zeros(len(size))
     if op != "all_to_all":
-        return line(cluster, op, size, members).at
+        return line(cluster, op, size, members, at_work).at
 
     def all_to_all_s(message_bytes: Floats) -> Floats:
         inside, outside = (members - 1) / size, (size - members) / size
         seconds = exchange_s(cluster, message_bytes * inside, message_bytes * outside, size, members)
-        return np.where(size > 1, _measured_exchange(cluster, seconds, message_bytes, size, members), 0.0)
+        return np.where(size > 1, _measured_exchange(cluster, seconds, message_bytes, size, members, at_work), 0.0)
 
     return all_to_all_s
 
 
-def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> Line:
+def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints, at_work: Ints | None = None) -> Line:
     """The same for any message, of all operations but all_to_all."""
     rates = cluster.rates
     nodes = np.ceil(size / members)
@@ -82,12 +91,22 @@ def line(cluster: ClusterSpec, op: CollectiveOp, size: Ints, members: Ints) -> L
         # A ring's size - 1 steps, of which nodes - 1 cross the network (NCCL src/graph/tuning.cc).
         latency = rounds * ((size - nodes) * rates.link_latency_s + (nodes - 1) * rates.network_latency_s)
         slope = rounds * (size - 1) / size / bandwidth
-    for measured in rates.collectives:
-        if measured.op == op:
-            is_measured = (size == measured.group_size) & (nodes == 1)
-            latency = np.where(is_measured, measured.latency_s, latency)
-            slope = np.where(is_measured, 1 / measured.bytes_per_s, slope)
+    for measured in _measured(cluster, op):
+        is_measured = _is_like(measured, size, at_work) & (nodes == 1)
+        latency = np.where(is_measured, measured.latency_s, latency)
+        slope = np.where(is_measured, 1 / measured.bytes_per_s, slope)
     return Line(np.where(size > 1, latency, 0.0), np.where(size > 1, slope, 0.0))
+
+
+def _measured(cluster: ClusterSpec, op: CollectiveOp) -> list[CollectiveRate]:
+    """Of an operation, those of few ranks at work first: each holds until one of more does."""
+    found = [each for each in cluster.rates.collectives if each.op == op]
+    return sorted(found, key=lambda each: each.at_work)
+
+
+def _is_like(measured: CollectiveRate, size: Ints, at_work: Ints | None) -> NDArray[np.bool_]:
+    """Where a measured rate is of groups of that size, and of no more ranks at work than there are."""
+    return (size == measured.group_size) & (measured.at_work <= (size if at_work is None else at_work))
 
 
 def _link_sharp_gain(of_eight: float, size: Ints) -> Floats:
@@ -137,18 +156,22 @@ def dispatch_s(
     inside = copies * (members - 1) / members * (1.0 if table.recipe.dispatch == "hierarchical" else 1 / nodes)
     per_copy = each.tokens * bytes_per_copy
     seconds = exchange_s(table.cluster, inside * per_copy, crossing * per_copy, size, members)
-    seconds = _measured_exchange(table.cluster, seconds, copies * per_copy, size, members)
+    seconds = _measured_exchange(table.cluster, seconds, copies * per_copy, size, members, table.at_work)
     return np.where(size > 1, seconds, 0.0)
 
 
 def _measured_exchange(
-    cluster: ClusterSpec, seconds: Floats, message_bytes: Floats, size: Ints, members: Ints
+    cluster: ClusterSpec,
+    seconds: Floats,
+    message_bytes: Floats,
+    size: Ints,
+    members: Ints,
+    at_work: Ints | None,
 ) -> Floats:
     """`seconds` of an all_to_all, or the measured line where the cluster has one for the group."""
-    for measured in cluster.rates.collectives:
-        if measured.op == "all_to_all":
-            own = measured.latency_s + message_bytes / measured.bytes_per_s
-            seconds = np.where((size == measured.group_size) & (members >= size), own, seconds)
+    for measured in _measured(cluster, "all_to_all"):
+        own = measured.latency_s + message_bytes / measured.bytes_per_s
+        seconds = np.where(_is_like(measured, size, at_work) & (members >= size), own, seconds)
     return seconds
 
 

@@ -172,7 +172,9 @@ class Evaluation:
     def _sends(self, placed: Table) -> Floats:
         table = self.table
         message = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
-        ways = line(table.cluster, "send", geometry.degree(placed, "pp"), geometry.members(placed, "pp"))
+        ways = line(
+            table.cluster, "send", geometry.degree(placed, "pp"), geometry.members(placed, "pp"), placed.at_work
+        )
         return ways.take(self._placement).at(message)
 
     def _held(self, at: Ints, of_row: Ints) -> Held:

@@ -1,8 +1,9 @@
 """Figures of every piece of a model for every different inside of a candidate: totals of seconds and bytes.
 
 What a layer costs depends on tp, cp, ep, etp, the micro-batch, on where expert groups stand, on whether acts are
-paired and on what is recomputed, and on nothing else. So a table of a million candidates has some hundreds of
-different insides: each is worked out once, and candidates look theirs up.
+paired, on what is recomputed, where ranks of a node slow one another down on how many they are, and on nothing
+else. So a table of a million candidates has some hundreds of different insides: each is worked out once, and
+candidates look theirs up.
 
 The pieces of a model, in this order: each kind of layer as it is where nothing is recomputed; each kind as it is
 under the candidate's policy; embedding; head; a module of multi-token prediction, where there is one; the head's
@@ -67,7 +68,14 @@ def insides(table: Table) -> tuple[Ints, Ints]:
     placed = table.take(firsts)
     members = geometry.expert_members(placed, placed.columns.etp, placed.columns.ep)[placement]
     c, paired = table.columns, np.array([name in PAIRED for name in SCHEDULE], dtype=np.int64)
-    return distinct(combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired[c.schedule]))
+    beside = table.at_work if _depends_on_others(table) else np.zeros_like(c.tp)
+    return distinct(combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired[c.schedule], beside))
+
+
+def _depends_on_others(table: Table) -> bool:
+    """Whether the cluster says what the other ranks of a node cost."""
+    rates = table.cluster.rates
+    return bool(rates.at_work) or any(each.at_work for each in rates.collectives)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ form (MooreThreads/SimuMax), with 9% to 16% of mean error.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -34,6 +35,17 @@ def curve(rate: Curve, size: Floats) -> Floats:
     first, last = rate.size[0], rate.size[-1]
     between = np.minimum(np.maximum(size, first), last)
     return between / np.interp(between, rate.size, np.array(rate.size) / np.array(rate.fraction))
+
+
+def slowdown(
+    table: Table, kind: Literal["matmul", "attention", "memory", "elementwise", "update", "launch"]
+) -> Floats | float:
+    """How many times longer a call takes for the ranks of its node that are at work too, (rows,)."""
+    measured = table.cluster.rates.at_work
+    if not measured:
+        return 1.0
+    counts, factors = [1, *(each.ranks for each in measured)], [1.0, *(getattr(each, kind) for each in measured)]
+    return np.interp(table.at_work, counts, factors)
 
 
 def matmuls_s(table: Table, matmuls: Sequence[Matmul]) -> list[Floats]:
@@ -73,7 +85,8 @@ def matmul_s(table: Table, each: Matmul) -> Floats:
     in_bytes = recipe.matmul_bytes if each.in_low_precision else recipe.compute_bytes
     moved = in_bytes * (each.m * each.k + each.k * each.n) + recipe.compute_bytes * each.m * each.n
     groups = 1.0 if each.groups is None else each.groups
-    return np.maximum(compute_s, moved * groups / cluster.device.memory_bytes_per_s)
+    streamed_s = moved * groups / cluster.device.memory_bytes_per_s
+    return np.maximum(compute_s * slowdown(table, "matmul"), streamed_s * slowdown(table, "memory"))
 
 
 def _matmul_rate(cluster: ClusterSpec, fmt: Format) -> Curve | None:
@@ -103,12 +116,12 @@ def attention_s(table: Table, each: AttentionCore) -> tuple[Floats, Floats]:
     rates, fmt = table.cluster.rates, table.recipe.activation_format
     peak = table.cluster.peak(fmt) or table.cluster.device.peak_flops_per_s.fp32
     if not each.is_fused:
-        reached = peak * rates.attention_kernels.get("unfused", 0.5)
+        reached = peak * rates.attention_kernels.get("unfused", 0.5) / slowdown(table, "attention")
         return each.forward_flops / reached, 2 * each.forward_flops / reached
     half = rates.attention_half_head
     width = each.head_width / (each.head_width + half) * (WHOLE_HEAD + half) / WHOLE_HEAD
     generation = rates.attention_kernels.get(table.recipe.attention_kernel, 1.0)
-    peak = peak * generation * rates.attention_sustained * min(width, 1.0)
+    peak = peak * generation * rates.attention_sustained * min(width, 1.0) / slowdown(table, "attention")
     length = table.recipe.seq_len * np.ones(1)
     forward = each.forward_flops / (peak * curve(_of_format(rates.attention_forward, fmt), length))
     backward_flops = BACKWARD_ATTENTION * each.forward_flops
@@ -128,9 +141,13 @@ def elementwise_s(table: Table, each: Elementwise) -> tuple[Floats, Floats]:
     if not each.streams:
         fraction = rates.elementwise.get(table.recipe.activation_format, rates.memory)
     bytes_per_s = device.memory_bytes_per_s * fraction
+    bytes_per_s = bytes_per_s / slowdown(table, "memory" if each.streams else "elementwise")
     return each.forward_bytes / bytes_per_s, each.backward_bytes / bytes_per_s
 
 
-def memory_s(cluster: ClusterSpec, moved_bytes: Floats) -> Floats:
-    """Seconds to stream bytes through a device's memory, read and written ones together."""
-    return moved_bytes / (cluster.device.memory_bytes_per_s * cluster.rates.memory)
+def update_s(table: Table, moved_bytes: Floats) -> Floats:
+    """Seconds to stream a step's gradients, weights and moments through memory, read and written bytes
+    together."""
+    rates = table.cluster.rates
+    fraction = rates.memory if rates.update is None else rates.update
+    return moved_bytes / (table.cluster.device.memory_bytes_per_s * fraction) * slowdown(table, "update")

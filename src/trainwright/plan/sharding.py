@@ -15,6 +15,7 @@ import numpy as np
 from trainwright.plan import geometry, rates
 from trainwright.plan.collectives import Line, line
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
+from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.model import MoeMlp
 from trainwright.spec.units import MIB
 
@@ -79,12 +80,14 @@ class Sharing:
 
     @staticmethod
     def _of(table: Table, shards: Ints, members: Ints, replicas: Ints, near: Ints) -> "Sharing":
-        cluster = table.cluster
+        def over(op: CollectiveOp, size: Ints, members: Ints) -> Line:
+            return line(table.cluster, op, size, members, table.at_work)
+
         return Sharing(
-            gather=line(cluster, "all_gather", shards, members),
-            scatter=line(cluster, "reduce_scatter", shards, members),
-            all_reduce=line(cluster, "all_reduce", shards, members),
-            between=line(cluster, "all_reduce", replicas, near),
+            gather=over("all_gather", shards, members),
+            scatter=over("reduce_scatter", shards, members),
+            all_reduce=over("all_reduce", shards, members),
+            between=over("all_reduce", replicas, near),
             shards=shards,
             units=table.model.num_layers / table.columns.pp + 1,
         )
@@ -190,7 +193,7 @@ def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
     )
     update = recipe.gradient_bytes + 2 * recipe.master_bytes + 2 * moments * recipe.moment_bytes
     on_device = clipping + (0 if recipe.optimizer.offload else update)
-    seconds = rates.memory_s(cluster, local * on_device)
+    seconds = rates.update_s(table, local * on_device)
     if recipe.optimizer.name == "muon":
         seconds = seconds + _newton_schulz_s(table, ranks)
     if recipe.optimizer.offload:

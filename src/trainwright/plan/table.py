@@ -175,6 +175,11 @@ class Table:
         return c.tp * c.cp * c.pp * c.dp
 
     @cached_property
+    def at_work(self) -> Ints:
+        """Ranks of each node."""
+        return np.minimum(self.world, self.cluster.node.devices)
+
+    @cached_property
     def num_microbatches(self) -> Ints:
         return self.recipe.global_batch // (self.columns.micro_batch * self.columns.dp)
 

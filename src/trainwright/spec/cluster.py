@@ -19,6 +19,8 @@ from trainwright.spec.errors import reject
 Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 """Number formats that a device may have a matmul rate for."""
 
+Slowdown = Annotated[float, Field(ge=1, le=100)]
+
 AttentionKernel = Literal["flash", "flash_2", "flash_1", "unfused"]
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -146,8 +148,27 @@ class CollectiveRate(Noun):
 
     op: CollectiveOp
     group_size: Count
+    at_work: Natural = 0
+    """Ranks of the node that did the same at the same time, in groups of that size; 0: nobody looked. Of several
+    rates, that of the most ranks that are no more than the run has there is taken."""
     latency_s: NonNegative
     bytes_per_s: Positive
+
+
+class AtWork(Noun):
+    """How many times longer a call takes while so many ranks of a node are at work than on one alone, beyond their
+    turns on the cores (`Node.concurrent_devices`): what they cost one another in memory bandwidth, caches and
+    clock. Between two such counts factors are linear in the count."""
+
+    ranks: Count
+    matmul: Slowdown = 1.0
+    attention: Slowdown = 1.0
+    memory: Slowdown = 1.0
+    """Of long streams."""
+    elementwise: Slowdown = 1.0
+    update: Slowdown = 1.0
+    """Of clipping and the optimizer."""
+    launch: Slowdown = 1.0
 
 
 class OverlapRates(Noun):
@@ -206,6 +227,11 @@ class Rates(Noun):
     """Fraction of the memory bandwidth that long streams reach: optimizer, gradient accumulation."""
     elementwise: dict[Format, Fraction] = {}  # noqa: RUF012  (pydantic copies defaults)
     """The same of a layer's elementwise operators, by number format of the activations; absent ones stream."""
+    update: Annotated[float, Field(gt=0, le=10)] | None = None
+    """The same of clipping and the optimizer's update; None: that of `memory`. Above 1 where caches hold what is
+    read more than once."""
+    at_work: Sequence[AtWork] = ()
+    """What ranks of a node cost one another; empty: nothing. The other rates are then those of one rank alone."""
     launch_s: NonNegative
     """Fixed cost of one kernel or operator, on the device."""
     host_launch_s: NonNegative = 0.0
@@ -244,6 +270,9 @@ class Rates(Noun):
 
     @model_validator(mode="after")
     def _check(self) -> "Rates":
+        counts = [each.ranks for each in self.at_work]
+        if counts != sorted(set(counts)):
+            reject("at_work", counts, "must rise from entry to entry in ranks")
         for name in ("attention_forward", "attention_backward"):
             known = getattr(self, name)
             if "bf16" not in known and "fp32" not in known:

@@ -13,7 +13,10 @@ SampleOp = Literal[
     "attention_backward",
     "copy",
     "elementwise",
+    "update",
     "launch",
+    "step",
+    "overlap",
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -26,19 +29,40 @@ class Sample(Noun):
     """One operation measured several times on one rank."""
 
     op: SampleOp
-    precision: Literal["fp32", "bf16", "fp64"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
     size: Positive
     """What its rate is a curve of: FLOPs of the call for matmul, sequence length for attention, bytes read and
-    written for copy and elementwise, message bytes for a collective (the whole tensor), 1 for launch."""
+    written for copy, elementwise and update, message bytes for a collective (the whole tensor), microbatches for a
+    step, 1 for launch. Of overlap, 1: compute alone, 2: a collective alone, 3: both at once."""
     work: Positive
-    """FLOPs of the call, or bytes for copy, elementwise and collectives; 1 for launch. Attention counts causal
-    FLOPs, backward 2.5 times the forward ones; elementwise is a mixture of norm, residual, activation and loss,
-    forward and backward, and counts the bytes that the planner counts for them."""
+    """FLOPs of the call, or bytes for copy, elementwise, update, overlap and collectives; launches that the
+    planner counts for launch and for a step. Attention counts causal FLOPs, backward 2.5 times the forward ones;
+    elementwise is a mixture of norm, residual, activation and loss, forward and backward, and counts the bytes
+    that the planner counts for them, as update does."""
     busy_ranks: Count
-    """Ranks of the node that did the same at the same time; for a collective, its group's size."""
+    """Ranks that did the same at the same time."""
+    group_size: Count = 1
+    """Of a collective: the ranks of one of its groups."""
     rank: Natural = 0
     seconds: Sequence[Positive]
     """One per repetition, in order, the first ones (warm-up) left out."""
+
+
+class Machine(Noun):
+    """What a program finds where it measures, which no sample can tell."""
+
+    name: str = "this-machine"
+    device: str
+    """By the name that its maker gave it."""
+    kind: Literal["cuda", "rocm", "cpu"]
+    devices: Count
+    """Ranks of one node."""
+    concurrent_devices: Count
+    """How many of them compute at the same time: all of a GPU node, at most the cores of a CPU node."""
+    nodes: Count = 1
+    memory_bytes: Count
+    """Of one device; of a CPU node, shared out over its ranks."""
+    num_sms: Count = 1
 
 
 class StepRecord(Noun):
@@ -90,6 +114,10 @@ class Fit(Noun):
     median_error: NonNegative
     """Of the measured sizes, |predicted - median seen| / median seen: the median over sizes, and the largest."""
     worst_error: NonNegative
+    sizes: Sequence[Positive] = ()
+    """The measured sizes, smallest first, those of one rank before those of several."""
+    residuals: Sequence[float] = ()
+    """Of each, seen over fitted, less 1."""
 
 
 class Calibration(Noun):

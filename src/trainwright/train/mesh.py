@@ -39,13 +39,15 @@ class Worker:
     rank: int
     local_rank: int
     world: int
+    local_world: int = 1
+    """Of the same node."""
 
     @staticmethod
     def from_environment() -> "Worker":
         values = os.environ
-        return Worker(
-            int(values.get("RANK", 0)), int(values.get("LOCAL_RANK", 0)), int(values.get("WORLD_SIZE", 1))
-        )
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        rank, local_rank, world, local_world = (int(values.get(name, name.endswith("SIZE"))) for name in names)
+        return Worker(rank, local_rank, world, local_world)
 
 
 @dataclass(frozen=True)

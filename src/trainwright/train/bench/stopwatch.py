@@ -1,0 +1,91 @@
+"""Seconds of a call on ranks that do it at once: repetitions long enough for the clock, of which the slowest rank
+counts.
+
+`busy` says how many ranks take part; the others wait meanwhile, which takes no core.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainwright.spec.record import Sample, SampleOp
+
+REPETITIONS = 15
+FEWEST = 3
+WARMUP = 2
+REPETITION_S = 0.015
+"""Length of a repetition, in which a short call is made many times: long enough for the clock, and for the
+system to share out cores among more ranks than it has."""
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """This rank among `world`, of which the first `busy` are measured."""
+
+    rank: int
+    world: int
+    device: torch.device
+    busy: int
+
+    @property
+    def takes_part(self) -> bool:
+        return self.rank < self.busy
+
+    def timed(
+        self,
+        op: SampleOp,
+        precision: str,
+        size: float,
+        work: float,
+        budget_s: float,
+        call: Callable[[], object],
+        least_s: float = REPETITION_S,
+    ) -> list[Sample]:
+        """Seconds per call of each repetition, as one sample on rank 0."""
+        self.barrier()
+        probe_s = 0.0
+        if self.takes_part:
+            self.seconds_of(call, WARMUP)
+            probe_s = self.seconds_of(call, 1)
+        probe_s = max(self.slowest([probe_s])[0], 1e-7)
+        calls = math.ceil(least_s / probe_s)
+        repetitions = min(REPETITIONS, max(FEWEST, int(budget_s / (calls * probe_s))))
+        seconds = [0.0] * repetitions
+        for repetition in range(repetitions):
+            if self.busy > 1:
+                self.barrier()
+            if self.takes_part:
+                seconds[repetition] = self.seconds_of(call, calls) / calls
+        return self.sample(op, precision, size, work, self.slowest(seconds))
+
+    def sample(
+        self, op: SampleOp, precision: str, size: float, work: float, seconds: list[float], group_size: int = 1
+    ) -> list[Sample]:
+        """The sample on rank 0, elsewhere none."""
+        if self.rank != 0:
+            return []
+        values = {"op": op, "precision": precision, "size": float(size), "work": float(work)}
+        return [Sample.parse(values | {"busy_ranks": self.busy, "group_size": group_size, "seconds": seconds})]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        if self.world == 1:
+            return seconds
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def seconds_of(self, call: Callable[[], object], times: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(times):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
