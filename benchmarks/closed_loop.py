@@ -6,7 +6,7 @@ more steps that are looked at closely, the mean over ranks. Nothing here is fitt
 `predict`, with the cluster that `calibrate` wrote.
 
     python benchmarks/closed_loop.py [--quick] [--only NAME ...] [--worlds 1,2,4,8] [--rounds 9] [--launches 2]
-                                     [--cluster FILE] [--keep DIR] [--causes] [--json]
+                                     [--max-noise 0.3] [--cluster FILE] [--keep DIR] [--causes] [--json]
 
 The marks are a median error of 8% and a worst one of 20% over at least 16 layouts; exit status 1 where missed.
 """
@@ -106,7 +106,7 @@ def the_run(name: str, cluster: ClusterSpec) -> Run:
 
 
 def world_of(name: str) -> int:
-    return Layout(**CASES[name].degrees).world
+    return Layout.parse(CASES[name].degrees).world
 
 
 def work(names: Sequence[str], rounds: int) -> None:
@@ -200,17 +200,18 @@ def seen_of(names: Sequence[str], rounds: int, launches: int, directory: Path) -
     return found
 
 
-def calibrated(directory: Path, ranks: int) -> Path:
+def calibrated(directory: Path, ranks: int, seconds: float, max_noise: float) -> Path:
     """The cluster that `trainwright calibrate` makes of this machine."""
     out = directory / "cluster.toml"
     begin_s = time.perf_counter()
     call = "from trainwright.cli.main import main; main()"
-    arguments = ["calibrate", "--ranks", str(ranks), "--out", str(out), "--seconds", str(MEASURING_S), "--json"]
+    arguments = ["calibrate", "--ranks", str(ranks), "--out", str(out), "--json"]
+    arguments += ["--seconds", str(seconds), "--max-noise", str(max_noise)]
     done = subprocess.run([sys.executable, "-c", call, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
     (directory / "calibration.json").write_text(done.stdout)
-    print(f"calibrate --ranks {ranks}: {time.perf_counter() - begin_s:.0f} s", file=sys.stderr)
+    print(f"calibrate, {ranks} ranks: {time.perf_counter() - begin_s:.0f} s", file=sys.stderr)
     return out
 
 
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--worlds", default="1,2,4,8", help="layouts of so many processes")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each layout in a launch")
     parser.add_argument("--launches", type=int, default=2)
+    parser.add_argument("--max-noise", type=float, default=0.3, help="of `calibrate`")
     parser.add_argument("--cluster", type=Path, help="a cluster that was calibrated before")
     parser.add_argument("--keep", type=Path, help="a directory for samples, cluster and what was seen")
     parser.add_argument("--causes", action="store_true", help="seconds by cause too")
@@ -275,7 +277,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        cluster_file = options.cluster or calibrated(directory, 2 if options.quick else RANKS)
+        ranks, seconds = (2, 1.0) if options.quick else (RANKS, MEASURING_S)
+        cluster_file = options.cluster or calibrated(directory, ranks, seconds, options.max_noise)
         seen = seen_of(names, options.rounds, options.launches, directory)
         table = table_of(load_cluster(str(cluster_file)), seen)
     errors = [abs(row["error"]) for row in table.values()]

@@ -25,7 +25,8 @@ MACHINE = Machine(
 )
 LAUNCH_S = 4e-6
 PEAKS = {"fp32": 100e9, "bf16": 400e9}
-FRACTION_BY_FLOPS = {1e6: 0.3, 3e7: 0.7, 2e9: 1.0}
+FRACTION_BY_FLOPS = {2e6: 0.3, 3e7: 0.7, 2e9: 1.0}
+GROUPED = 0.6
 ATTENTION_BY_LENGTH = {128: 0.2, 1024: 0.35}
 MEMORY_BYTES_PER_S = 12e9
 CONTENTION = {"launch": 1.0, "matmul": 1.2, "attention_forward": 1.1, "attention_backward": 1.3, "copy": 1.6}
@@ -73,6 +74,9 @@ def planted_samples(noise: float = 0.03, outliers: bool = True) -> list[Sample]:
     for precision, peak in PEAKS.items():
         for flops, fraction in FRACTION_BY_FLOPS.items():
             found += compute("matmul", precision, flops, flops, flops / (peak * fraction))
+    for rows, flops in ((32, 6e6), (128, 9e7)):
+        alone_s = flops / 3 / (PEAKS["fp32"] * FRACTION_BY_FLOPS[flops / 3] * GROUPED) * 3
+        found.append(sample("grouped", "fp32", rows, flops, 1, alone_s))
     for op, work in (("attention_forward", 1e7), ("attention_backward", 2.5e7)):
         for length, fraction in ATTENTION_BY_LENGTH.items():
             found += compute(op, "fp32", length, work, work / (PEAKS["fp32"] * fraction))
@@ -131,6 +135,7 @@ def test_memory_launch_and_host(cluster: ClusterSpec) -> None:
         assert rates.elementwise[precision] == pytest.approx(bytes_per_s / MEMORY_BYTES_PER_S, rel=0.05)
     assert rates.update == pytest.approx(UPDATE_BYTES_PER_S / MEMORY_BYTES_PER_S, rel=0.05)
     assert rates.launch_s == pytest.approx(LAUNCH_S, rel=0.05)
+    assert rates.grouped == pytest.approx(GROUPED, rel=0.06)
     assert rates.step_overhead_s == pytest.approx(STEP_S, rel=0.1)
     assert rates.microbatch_overhead_s == pytest.approx(ACT_S, rel=0.1)
 

@@ -51,6 +51,7 @@ def calibrate(samples: Sequence[Sample], machine: Machine, most_noise: float = M
         ),
         rates=Rates(
             matmul=compute.matmul,
+            grouped=compute.grouped,
             attention_forward=compute.attention["attention_forward"],
             attention_backward=compute.attention["attention_backward"],
             memory=1.0,
@@ -109,6 +110,7 @@ def _provenance(
         "fabric.nic_bytes_per_s": network,
         "rates": measured(),
         **matmuls,
+        "rates.grouped": measured("grouped"),
         "rates.attention_forward": measured("attention_forward"),
         "rates.attention_backward": measured("attention_backward"),
         "rates.memory": Provenance(

@@ -16,6 +16,8 @@ from trainwright.spec.record import Fit, Sample
 
 LARGEST_FRACTION = 1.5
 """What `spec.cluster.Curve` allows."""
+LARGEST_GROUPED = 1.2
+"""What `Rates.grouped` allows."""
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
@@ -54,6 +56,7 @@ class ComputeRates:
         self.matmul: dict[Format, Curve] = {
             precision: self._curve("matmul", precision, self.peaks[precision]) for precision in precisions
         }
+        self.grouped = self._grouped()
         self.attention: dict[str, dict[Format, Curve]] = {
             op: {fmt: self._curve(op, fmt, self.peaks[fmt]) for fmt in self._formats(op) if fmt in self.peaks}
             for op in KINDS["attention"]
@@ -115,6 +118,19 @@ class ComputeRates:
             lambda point: point.work / (peak_flops_per_s * curve.at(point.size)),
         )
         return curve
+
+    def _grouped(self) -> float:
+        """Rate of grouped matmuls over that of a plain one with all their FLOPs, of which a call has three: the
+        median over sizes and formats."""
+        plain_s_of: dict[Point, float] = {}
+        for fmt in self._formats("grouped"):
+            for point in self._alone("grouped", fmt):
+                plain_s_of[point] = point.work / (self.peaks[fmt] * self.matmul[fmt].at(point.work / 3))
+        if not plain_s_of:
+            return 1.0
+        rate = min(median(plain_s / point.seconds for point, plain_s in plain_s_of.items()), LARGEST_GROUPED)
+        self.fits.append(fit_of("grouped", [*plain_s_of], lambda point: plain_s_of[point] / rate))
+        return rate
 
     def _fraction(self, op: str, precision: Format | None) -> float:
         """What an operation reaches of the memory bandwidth."""

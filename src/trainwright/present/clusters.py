@@ -57,7 +57,8 @@ def calibration_view(calibration: Calibration) -> RenderableType:
 
 def measured_view(cluster: ClusterSpec) -> RenderableType:
     """The few numbers of a measured machine that matter most."""
-    device, node = cluster.device, cluster.node
+    device, node, rates = cluster.device, cluster.node, cluster.rates
+    crowded = max((each.memory for each in rates.at_work), default=1.0)
     rows = [
         (
             "machine",
@@ -70,12 +71,13 @@ def measured_view(cluster: ClusterSpec) -> RenderableType:
         ),
         (
             "memory",
-            f"{scaled(device.memory_bytes_per_s, 'B/s')}, {cluster.rates.memory:.0%} of it with all at work",
+            f"{scaled(device.memory_bytes_per_s, 'B/s')} of one process, {1 / crowded:.0%} of it beside others",
         ),
     ]
     rows += [
         (f"{rate.op}", f"of {rate.group_size}: {seconds_text(rate.latency_s)} + {scaled(rate.bytes_per_s, 'B/s')}")
-        for rate in cluster.rates.collectives
+        for rate in rates.collectives
+        if rate.at_work in (0, node.devices)
     ]
     return facts(rows)
 

@@ -9,6 +9,7 @@ from trainwright.spec.cluster import ClusterSpec
 
 SampleOp = Literal[
     "matmul",
+    "grouped",
     "attention_forward",
     "attention_backward",
     "copy",
@@ -31,14 +32,15 @@ class Sample(Noun):
     op: SampleOp
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
     size: Positive
-    """What its rate is a curve of: FLOPs of the call for matmul, sequence length for attention, bytes read and
-    written for copy, elementwise and update, message bytes for a collective (the whole tensor), microbatches for a
-    step, 1 for launch. Of overlap, 1: compute alone, 2: a collective alone, 3: both at once."""
+    """What its rate is a curve of: FLOPs of the call for matmul, tokens an expert for grouped, sequence length for
+    attention, bytes read and written for copy, elementwise and update, message bytes for a collective (the whole
+    tensor), microbatches for a step, 1 for launch. Of overlap, 1: compute alone, 2: a collective alone, 3: both at
+    once."""
     work: Positive
-    """FLOPs of the call, or bytes for copy, elementwise, update, overlap and collectives; launches that the
-    planner counts for launch and for a step. Attention counts causal FLOPs, backward 2.5 times the forward ones;
-    elementwise is a mixture of norm, residual, activation and loss, forward and backward, and counts the bytes
-    that the planner counts for them, as update does."""
+    """FLOPs of the call (of grouped, forward and the two matmuls of backward), or bytes for copy, elementwise,
+    update, overlap and collectives; launches that the planner counts for launch and for a step. Attention counts
+    causal FLOPs, backward 2.5 times the forward ones; elementwise is a mixture of norm, residual, activation and
+    loss, forward and backward, and counts the bytes that the planner counts for them, as update does."""
     busy_ranks: Count
     """Ranks that did the same at the same time."""
     group_size: Count = 1

@@ -37,6 +37,8 @@ SHARED_MATMULS = ((256, 256, 256), (512, 512, 512), (512, 256, 4096))
 """Those that ranks do together: all are slowed down alike."""
 ATTENTION_LENGTHS = (128, 256, 1024)
 LARGE_ATTENTION_LENGTHS = (2048, 8192)
+GROUPED_ROWS = (32, 128, 512)
+"""Tokens of each of the experts that a rank holds."""
 UPDATED_PARAMS = 1 << 22
 UPDATE_BYTES = 40
 """Of AdamW with clipping, of a parameter in fp32, as the planner counts them."""
@@ -51,6 +53,8 @@ def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
             yield f"matmul {precision}", partial(_matmul, watch, precision, shape)
         if precision in ("fp8", "fp64"):
             continue
+        for rows in GROUPED_ROWS if alone and precision in ("fp32", "bf16") else ():
+            yield f"grouped matmul {precision}", partial(_grouped, watch, precision, rows)
         for length in lengths if alone else lengths[1:2]:
             yield f"attention {precision}", partial(_attention, watch, precision, length)
         yield f"elementwise {precision}", partial(_elementwise, watch, precision)
@@ -82,6 +86,24 @@ def _matmul(watch: Stopwatch, precision: str, shape: tuple[int, int, int], budge
         return torch.ops.aten._scaled_mm(low_MK, low_NK.t(), one, one, out_dtype=torch.bfloat16)
 
     return watch.timed("matmul", precision, flops, flops, budget_s, scaled)
+
+
+def _grouped(watch: Stopwatch, precision: str, rows: int, budget_s: float) -> list[Sample]:
+    """One matmul of a rank's experts, forward and backward, as the trainer's experts do it."""
+    experts, d_model, d_ff = (8, 256, 128) if watch.device.type == "cpu" else (8, 4096, 2048)
+    row_RD, weight_XFD, upstream_RF = (
+        torch.randn(shape, dtype=DTYPES[precision], device=watch.device)
+        for shape in ((experts * rows, d_model), (experts, d_ff, d_model), (experts * rows, d_ff))
+    )
+    inputs = (row_RD.requires_grad_(), weight_XFD.requires_grad_())
+    ends_X = torch.arange(1, experts + 1, dtype=torch.int32, device=watch.device) * rows
+
+    def call() -> object:
+        out_RF = F.grouped_mm(row_RD, weight_XFD.transpose(1, 2), offs=ends_X)
+        return torch.autograd.grad(out_RF, inputs, upstream_RF)
+
+    flops = 3 * 2.0 * experts * rows * d_model * d_ff
+    return watch.timed("grouped", precision, rows, flops, budget_s, call)
 
 
 def _attention(watch: Stopwatch, precision: str, length: int, budget_s: float) -> list[Sample]:
