@@ -6,7 +6,7 @@ more steps that are looked at closely, the mean over ranks. Nothing here is fitt
 `predict`, with the cluster that `calibrate` wrote.
 
     python benchmarks/closed_loop.py [--quick] [--only NAME ...] [--worlds 1,2,4,8] [--rounds 9] [--launches 2]
-                                     [--max-noise 0.3] [--cluster FILE] [--keep DIR] [--causes] [--json]
+        [--max-noise 0.3] [--cluster FILE] [--seen FILE ...] [--keep DIR] [--causes] [--json]
 
 The marks are a median error of 8% and a worst one of 20% over at least 16 layouts; exit status 1 where missed.
 """
@@ -262,6 +262,9 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=2)
     parser.add_argument("--max-noise", type=float, default=0.3, help="of `calibrate`")
     parser.add_argument("--cluster", type=Path, help="a cluster that was calibrated before")
+    parser.add_argument(
+        "--seen", type=Path, nargs="+", help="what was kept of runs before, in the place of new ones"
+    )
     parser.add_argument("--keep", type=Path, help="a directory for samples, cluster and what was seen")
     parser.add_argument("--causes", action="store_true", help="seconds by cause too")
     parser.add_argument("--json", action="store_true")
@@ -279,7 +282,11 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         ranks, seconds = (2, 1.0) if options.quick else (RANKS, MEASURING_S)
         cluster_file = options.cluster or calibrated(directory, ranks, seconds, options.max_noise)
-        seen = seen_of(names, options.rounds, options.launches, directory)
+        if options.seen:
+            read = [json.loads(path.read_text()) for path in options.seen]
+            seen = {name: Seen(**each[name]) for each in read for name in each if name in names}
+        else:
+            seen = seen_of(names, options.rounds, options.launches, directory)
         table = table_of(load_cluster(str(cluster_file)), seen)
     errors = [abs(row["error"]) for row in table.values()]
     median, worst = statistics.median(errors), max(errors)

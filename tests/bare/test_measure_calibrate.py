@@ -14,7 +14,7 @@ from trainwright.measure.noise import noise
 from trainwright.measure.points import Point, fit_line
 from trainwright.plan.predict import predict
 from trainwright.spec import toml
-from trainwright.spec.cluster import ClusterSpec, Rates
+from trainwright.spec.cluster import ClusterSpec, Format, Rates
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.record import Machine, Sample
 from trainwright.spec.run import Run
@@ -24,7 +24,7 @@ MACHINE = Machine(
     name="here", device="Testium 9", kind="cpu", devices=RANKS, concurrent_devices=CORES, memory_bytes=2 * 2**30
 )
 LAUNCH_S = 4e-6
-PEAKS = {"fp32": 100e9, "bf16": 400e9}
+PEAKS: dict[Format, float] = {"fp32": 100e9, "bf16": 400e9}
 FRACTION_BY_FLOPS = {2e6: 0.3, 3e7: 0.7, 2e9: 1.0}
 GROUPED = 0.6
 ATTENTION_BY_LENGTH = {128: 0.2, 1024: 0.35}
@@ -34,7 +34,7 @@ CONTENTION |= {"elementwise": 1.5, "update": 1.4}
 STEP_S, ACT_S = 3e-3, 4e-4
 UPDATE_BYTES_PER_S = 9e9
 HIDDEN_FRACTION = 0.25
-ELEMENTWISE_BYTES_PER_S = {"fp32": 8e9, "bf16": 2e9}
+ELEMENTWISE_BYTES_PER_S: dict[Format, float] = {"fp32": 8e9, "bf16": 2e9}
 LATENCY_S = {"all_reduce": 4e-3, "all_gather": 2e-3, "reduce_scatter": 3e-3, "all_to_all": 1e-3, "send": 2e-4}
 LINE_BYTES_PER_S = {
     "all_reduce": 0.7e9,

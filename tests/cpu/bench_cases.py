@@ -13,6 +13,7 @@ if __name__ == "__main__":
     kernels.ATTENTION_LENGTHS = (64, 128)
     kernels.UPDATED_PARAMS = 1 << 18
     links.MESSAGE_BYTES = (1 << 12, 1 << 16)
+    links.STATE_BYTES = (1 << 18,)
     links.OVERLAPPED_BYTES = 1 << 16
     stopwatch.REPETITION_S = 1e-4
     worker = Worker.from_environment()

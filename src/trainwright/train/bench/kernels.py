@@ -34,7 +34,7 @@ MATMULS = (
 LARGE_MATMULS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 8192, 28672))
 """And of a GPU."""
 SHARED_MATMULS = ((256, 256, 256), (512, 512, 512), (512, 256, 4096))
-"""Those that ranks do together: all are slowed down alike."""
+"""Those that ranks do together, in fp32: all are slowed down alike."""
 ATTENTION_LENGTHS = (128, 256, 1024)
 LARGE_ATTENTION_LENGTHS = (2048, 8192)
 GROUPED_ROWS = (32, 128, 512)
@@ -48,8 +48,8 @@ def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
     is_large, alone = watch.device.type == "cuda", watch.busy == 1
     shapes = (*MATMULS, *(LARGE_MATMULS if is_large else ())) if alone else SHARED_MATMULS
     lengths = (*ATTENTION_LENGTHS, *(LARGE_ATTENTION_LENGTHS if is_large else ()))
-    for precision in _formats(watch):
-        for shape in shapes if alone or precision in ("fp32", "bf16") else ():
+    for precision in _formats(watch) if alone else ("fp32",):
+        for shape in shapes:
             yield f"matmul {precision}", partial(_matmul, watch, precision, shape)
         if precision in ("fp8", "fp64"):
             continue

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from trainwright.train.bench import Part
 
 OPS: tuple[SampleOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-MESSAGE_BYTES = (1 << 14, 1 << 19, 1 << 22, 1 << 24)
+MESSAGE_BYTES = (1 << 14, 1 << 19, 1 << 22)
+STATE_BYTES = (1 << 24,)
+"""And of what carries gradients and parameters."""
+STATE_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 LARGE_MESSAGE_BYTES = (1 << 26, 1 << 28)
 """And of GPUs."""
-CALLS_BETWEEN_WORK = 4
+MOST_CALLS = 4
+TURN_S = 0.02
+"""A repetition has so many calls, each after its work, or fewer where they take that long."""
 WORK_MATMULS = 4
 """Of 256 cubed: about a millisecond of one core, as a block of a small layer is."""
 LEAST_COLLECTIVE_S = 2e-5
@@ -35,11 +40,11 @@ OVERLAPPED_BYTES = 1 << 22
 
 def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
     """Groups are made as the parts are asked for, by all ranks of the world alike."""
-    sizes = (*MESSAGE_BYTES, *(LARGE_MESSAGE_BYTES if watch.device.type == "cuda" else ()))
+    sizes = (*MESSAGE_BYTES, *STATE_BYTES, *(LARGE_MESSAGE_BYTES if watch.device.type == "cuda" else ()))
     for size in (size for size in range(2, watch.busy + 1) if watch.busy % size == 0):
         group = _groups_of(watch, size)
         for message_bytes in sizes:
-            for op in OPS:
+            for op in OPS if message_bytes not in STATE_BYTES else STATE_OPS:
                 yield f"{op} of {size}", partial(_collective, watch, op, size, group, message_bytes)
         if size == watch.busy:
             yield "overlap", partial(_overlap, watch, group)
@@ -97,7 +102,7 @@ def _collective(
         work()
         call()
 
-    with_call, without = _in_turn(watch, (both, work), budget_s, CALLS_BETWEEN_WORK)
+    with_call, without = _in_turn(watch, (both, work), budget_s, MOST_CALLS)
     typical_s = statistics.median(without)
     seconds = [max(each - typical_s, LEAST_COLLECTIVE_S) for each in with_call]
     return watch.sample(op, "fp32", message_bytes, message_bytes, seconds, size)
@@ -108,7 +113,7 @@ def _overlap(watch: Stopwatch, group: dist.ProcessGroup | None, budget_s: float)
     call = _call_of(watch, "all_reduce", group, OVERLAPPED_BYTES) if group is not None else _nothing
     message = torch.ones(OVERLAPPED_BYTES // 4, device=watch.device)
     matmul = _work_of(watch, 1)
-    call_s, matmul_s = (each[0] for each in _in_turn(watch, (call, matmul), 0.0, 2))
+    call_s, matmul_s = (each[0] for each in _in_turn(watch, (call, matmul), 0.0, 1))
     work = _work_of(watch, max(1, math.ceil(call_s / max(matmul_s, 1e-7))))
 
     def at_once() -> None:
@@ -125,20 +130,21 @@ def _overlap(watch: Stopwatch, group: dist.ProcessGroup | None, budget_s: float)
 
 
 def _in_turn(
-    watch: Stopwatch, bodies: tuple[Callable[[], object], ...], budget_s: float, times: int
+    watch: Stopwatch, bodies: tuple[Callable[[], object], ...], budget_s: float, most_calls: int
 ) -> list[list[float]]:
     """Seconds of each body, of the slowest rank: all of them in every repetition, so that each has the same
     neighbours."""
 
-    def seconds_of(body: Callable[[], object]) -> float:
+    def seconds_of(body: Callable[[], object], calls: int) -> float:
         watch.barrier()
-        return watch.seconds_of(body, times) / times if watch.takes_part else 0.0
+        return watch.seconds_of(body, calls) / calls if watch.takes_part else 0.0
 
     probe_s = 0.0
     for _ in range(2):
-        probe_s = watch.slowest([sum(seconds_of(body) for body in bodies)])[0]
-    repetitions = min(REPETITIONS, max(FEWEST, int(budget_s / max(probe_s * times, 1e-6))))
-    rounds = [[seconds_of(body) for body in bodies] for _ in range(repetitions)]
+        probe_s = max(watch.slowest([sum(seconds_of(body, 1) for body in bodies)])[0], 1e-6)
+    calls = min(most_calls, math.ceil(TURN_S / probe_s))
+    repetitions = min(REPETITIONS, max(FEWEST, int(budget_s / (probe_s * calls))))
+    rounds = [[seconds_of(body, calls) for body in bodies] for _ in range(repetitions)]
     return [watch.slowest([each[place] for each in rounds]) for place in range(len(bodies))]
 
 

@@ -46,12 +46,11 @@ class Stopwatch:
         least_s: float = REPETITION_S,
     ) -> list[Sample]:
         """Seconds per call of each repetition, as one sample on rank 0."""
-        self.barrier()
-        probe_s = 0.0
-        if self.takes_part:
-            self.seconds_of(call, WARMUP)
-            probe_s = self.seconds_of(call, 1)
-        probe_s = max(self.slowest([probe_s])[0], 1e-7)
+        probe_s = self._probe_s(call)
+        if probe_s > budget_s:
+            # So slow a call needs no warm-up: a format that a CPU emulates, for example.
+            return self.sample(op, precision, size, work, [probe_s])
+        probe_s = [self._probe_s(call) for _ in range(WARMUP)][-1]
         calls = math.ceil(least_s / probe_s)
         repetitions = min(REPETITIONS, max(FEWEST, int(budget_s / (calls * probe_s))))
         seconds = [0.0] * repetitions
@@ -61,6 +60,11 @@ class Stopwatch:
             if self.takes_part:
                 seconds[repetition] = self.seconds_of(call, calls) / calls
         return self.sample(op, precision, size, work, self.slowest(seconds))
+
+    def _probe_s(self, call: Callable[[], object]) -> float:
+        """Of one call."""
+        self.barrier()
+        return max(self.slowest([self.seconds_of(call, 1) if self.takes_part else 0.0])[0], 1e-7)
 
     def sample(
         self, op: SampleOp, precision: str, size: float, work: float, seconds: list[float], group_size: int = 1
