@@ -5,7 +5,7 @@ machine does meets all of them alike; a layout's step is the median over rounds.
 more steps that are looked at closely, the mean over ranks. Nothing here is fitted: predictions are those of
 `predict`, with the cluster that `calibrate` wrote.
 
-    python benchmarks/closed_loop.py [--quick] [--only NAME ...] [--worlds 1,2,4,8] [--rounds 9] [--launches 2]
+    python benchmarks/closed_loop.py [--quick] [--only NAME ...] [--worlds 1,2,4,8] [--rounds 5] [--launches 2]
         [--max-noise 0.3] [--cluster FILE] [--seen FILE ...] [--keep DIR] [--causes] [--json]
 
 The marks are a median error of 8% and a worst one of 20% over at least 16 layouts; exit status 1 where missed.
@@ -32,7 +32,7 @@ from trainwright.spec.layout import Layout
 from trainwright.spec.ledger import SEEN_SECONDS
 from trainwright.spec.run import Run
 
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+SEQ_LEN, GLOBAL_BATCH = 128, 8
 WARM_UP, CLOSE_LOOKS = 2, 1
 RANKS, MEASURING_S = 8, 30.0
 MEDIAN_MARK, WORST_MARK, LEAST_LAYOUTS = 0.08, 0.20, 16
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two layouts, few steps: does it run?")
     parser.add_argument("--only", nargs="+", choices=CASES, help="these layouts")
     parser.add_argument("--worlds", default="1,2,4,8", help="layouts of so many processes")
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each layout in a launch")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each layout in a launch")
     parser.add_argument("--launches", type=int, default=2)
     parser.add_argument("--max-noise", type=float, default=0.3, help="of `calibrate`")
     parser.add_argument("--cluster", type=Path, help="a cluster that was calibrated before")
