@@ -38,7 +38,7 @@ RANKS, MEASURING_S = 8, 30.0
 MEDIAN_MARK, WORST_MARK, LEAST_LAYOUTS = 0.08, 0.20, 16
 DENSE, MOE = "llama-local-6m", "moe-local-6m"
 MOE_RUN = Path(__file__).parents[1] / "runs" / "moe-local-6m_cpu4.toml"
-QUICK = ("dense", "dp 2")
+QUICK = ("dp 2",)
 
 
 class Case(NamedTuple):
@@ -255,7 +255,7 @@ def show(table: dict[str, dict[str, Any]], *, causes: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two layouts, few steps: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one layout, few steps: does it run?")
     parser.add_argument("--only", nargs="+", choices=CASES, help="these layouts")
     parser.add_argument("--worlds", default="1,2,4,8", help="layouts of so many processes")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each layout in a launch")

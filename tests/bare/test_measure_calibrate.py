@@ -89,6 +89,8 @@ def planted_samples(noise: float = 0.03, outliers: bool = True) -> list[Sample]:
         found.append(sample("step", "fp32", count, 65 * count, 1, seconds))
     for number, seconds in enumerate((0.010, 0.008, 0.018 - 0.008 * HIDDEN_FRACTION), start=1):
         found.append(sample("overlap", "fp32", number, 1 << 22, RANKS, seconds, RANKS))
+    for number, seconds in enumerate((0.003, 0.004, 0.005), start=1):
+        found.append(sample("sharded", "fp32", number, 1 << 22, RANKS, seconds, RANKS))
     for op, latency_s in LATENCY_S.items():
         for size, busy in ((2, 2), (2, 4), (4, 4)):
             for message_bytes in (4096, 65536, 1 << 20, 1 << 23):
@@ -142,7 +144,33 @@ def test_memory_launch_and_host(cluster: ClusterSpec) -> None:
 
 def test_what_hides(cluster: ClusterSpec) -> None:
     assert cluster.rates.overlap.dp == pytest.approx(HIDDEN_FRACTION, abs=0.08)
-    assert 1.0 < cluster.rates.overlap.fsdp_norm < 1.6
+    assert cluster.rates.overlap.fsdp_norm == pytest.approx(2.0, abs=0.3)
+
+
+def test_what_a_rank_does_itself_is_what_a_step_takes_beyond_both() -> None:
+    """15 ms of four ranks on two cores, of 1e6 bytes: 7.5 ns a byte of one rank that has a core."""
+    samples = planted_samples(noise=0, outliers=False)
+    steps = {"overlap": (0.100, 0.020, 0.135), "sharded": (0.100, 0.040, 0.170)}
+    for op, seconds in steps.items():
+        samples = [each for each in samples if each.op != op]
+        for size, each in enumerate(seconds, start=1):
+            values = {"op": op, "precision": "fp32", "size": float(size), "work": 1e6, "busy_ranks": RANKS}
+            samples.append(Sample.parse({**values, "group_size": RANKS, "seconds": [each] * 3}))
+    rates = calibrate(samples, MACHINE).cluster.rates
+    assert (rates.overlap.dp, rates.overlap.fsdp_norm) == (0.0, 1.0)
+    assert rates.replica_s_per_byte == pytest.approx(7.5e-9)
+    assert rates.shard_s_per_byte == pytest.approx(15e-9)
+
+
+def test_a_ranks_own_work_is_added_by_bytes_and_turns(cluster: ClusterSpec) -> None:
+    """By hand: gradients once; with zero 3 each of two microbatches gathers twice and scatters once."""
+    params = load_model("llama-local-6m").params
+    free = cluster.changed(rates=cluster.rates.changed(replica_s_per_byte=0.0, shard_s_per_byte=0.0))
+    dear = cluster.changed(rates=cluster.rates.changed(replica_s_per_byte=1e-8, shard_s_per_byte=1e-8))
+    turns = RANKS / CORES
+    for zero, gathered_and_scattered in ((0, 1), (1, 2), (2, 3), (3, 6)):
+        added_s = predict(a_run(dear, zero=zero)).step_s - predict(a_run(free, zero=zero)).step_s
+        assert added_s == pytest.approx(gathered_and_scattered * 4 * params * 1e-8 * turns), zero
 
 
 @pytest.mark.parametrize(("both_s", "hidden"), [(0.018, 0.0), (0.014, 0.5), (0.010, 1.0), (0.020, 0.0)])
@@ -267,8 +295,8 @@ def test_a_prediction_uses_what_was_measured(cluster: ClusterSpec) -> None:
     assert predict(a_run(wider, dp=2)).ledger.seconds["dp"] != pytest.approx(of_two)
 
 
-def a_run(cluster: ClusterSpec, dp: int = 4) -> Run:
-    recipe = {"seq_len": 256, "global_batch": 8, "precision": "fp32", "zero": 0}
+def a_run(cluster: ClusterSpec, dp: int = 4, zero: int = 0) -> Run:
+    recipe = {"seq_len": 256, "global_batch": 8, "precision": "fp32", "zero": zero}
     values = {"model": load_model("llama-local-6m"), "cluster": cluster, "layout": {"dp": dp}, "recipe": recipe}
     return Run.parse(values).check()
 

@@ -14,7 +14,6 @@ if __name__ == "__main__":
     kernels.UPDATED_PARAMS = 1 << 18
     links.MESSAGE_BYTES = (1 << 12, 1 << 16)
     links.STATE_BYTES = (1 << 18,)
-    links.OVERLAPPED_BYTES = 1 << 16
     stopwatch.REPETITION_S = 1e-4
     worker = Worker.from_environment()
     with joined(Layout(dp=worker.world)) as mesh:

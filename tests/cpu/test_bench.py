@@ -46,8 +46,10 @@ def _both_ways(samples: Sequence[Sample]) -> tuple[range, range]:
 def test_collectives_are_measured_over_groups_beside_others(samples: Sequence[Sample]) -> None:
     found = {(each.op, each.group_size, each.busy_ranks) for each in samples if each.op in COLLECTIVES}
     assert found == {(op, *groups) for op in COLLECTIVES for groups in ((2, 2), (2, 4), (4, 4))}
-    overlapped = [(each.size, each.busy_ranks) for each in samples if each.op == "overlap"]
-    assert overlapped == [(size, busy) for busy in (2, 4) for size in (1, 2, 3)]
+    for op in ("overlap", "sharded"):
+        assert [(each.size, each.busy_ranks) for each in samples if each.op == op] == [
+            (size, 4) for size in (1, 2, 3)
+        ]
 
 
 def test_they_make_a_cluster_that_predicts(samples: Sequence[Sample]) -> None:

@@ -67,6 +67,8 @@ def calibrate(samples: Sequence[Sample], machine: Machine, most_noise: float = M
             network_latency_s=links.network_latency_s,
             collectives=links.rates,
             overlap=links.overlap,
+            replica_s_per_byte=links.replica_s_per_byte,
+            shard_s_per_byte=links.shard_s_per_byte,
         ),
         framework_bytes=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
         provenance=_provenance(machine, samples, fits, is_networked=networked),

@@ -8,7 +8,7 @@ give the network's figures, with one NIC for each device: what is measured is wh
 from collections.abc import Sequence
 from typing import get_args
 
-from trainwright.measure.points import Point, fit_line, fit_of, median, points
+from trainwright.measure.points import Point, fit_line, fit_of, points
 from trainwright.spec.cluster import CollectiveOp, CollectiveRate, OverlapRates
 from trainwright.spec.record import Fit, Machine, Sample
 
@@ -36,6 +36,8 @@ class LinkRates:
             self.between, machine.devices
         )
         self.overlap = self._overlap()
+        self.replica_s_per_byte = self._own_s_per_byte("overlap")
+        self.shard_s_per_byte = self._own_s_per_byte("sharded")
 
     def _rate(self, op: CollectiveOp, size: int, busy: int) -> CollectiveRate:
         measured = points(self._samples, op, None, busy, size)
@@ -51,14 +53,26 @@ class LinkRates:
         )
 
     def _overlap(self) -> OverlapRates:
-        """The median over numbers of busy ranks of what hides."""
-        hidden, norms = [], []
-        for busy in sorted({sample.busy_ranks for sample in self._samples if sample.op == "overlap"}):
-            measured = points(self._samples, "overlap", None, busy, busy)
-            if len(measured) == 3:
-                hidden.append(hidden_fraction(measured))
-                norms.append(norm(*(point.seconds for point in measured)))
-        return OverlapRates(dp=median(hidden), fsdp_norm=median(norms)) if hidden else OverlapRates()
+        """By steps of all ranks, where they were measured."""
+        replicas, shards = (self._beside(op) for op in ("overlap", "sharded"))
+        return OverlapRates(
+            dp=hidden_fraction(replicas) if replicas else 0.0,
+            fsdp_norm=norm(*(point.seconds for point in shards)) if shards else 1.0,
+        )
+
+    def _own_s_per_byte(self, op: str) -> float:
+        """What a step with both takes beyond the sum of the two: a rank's own work, for which ranks take turns."""
+        measured = self._beside(op)
+        if not measured:
+            return 0.0
+        compute, communication, both = measured
+        turns = max(self._machine.devices / self._machine.concurrent_devices, 1.0)
+        return max(both.seconds - compute.seconds - communication.seconds, 0.0) / both.work / turns
+
+    def _beside(self, op: str) -> list[Point]:
+        """Compute, communication, and both."""
+        busy = max((sample.busy_ranks for sample in self._samples if sample.op == op), default=1)
+        return points(self._samples, op, None, busy, busy)
 
 
 def _link(rates: Sequence[CollectiveRate], members: int) -> tuple[float, float, float]:

@@ -143,6 +143,7 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     if recipe.overlap.dp:
         window = (ranks.forward_s + ranks.backward_s) * count
         once = once - np.minimum(once * overlap.dp, window)
+    once = once + _own_seconds(table, ranks, dense.shards)
     in_turn_s = table.cluster.rates.serial_gather_s
     if in_turn_s:
         once = once + np.where((zero == 1) & (dense.shards > 1), dense.shards * in_turn_s, 0.0)
@@ -155,8 +156,25 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     again = gather * table.columns.reshard[sharded]
     power = overlap.fsdp_norm if recipe.overlap.dp else 1.0
     every = _beside(forward, gather, power) + _beside(backward, again + scatter, power)
-    once[:, sharded] = passes(table)[sharded] * every + between
+    own = _own_seconds(table, ranks, dense.shards)[:, sharded]
+    once[:, sharded] = passes(table)[sharded] * every + between + own
     return once
+
+
+def _own_seconds(table: Table, ranks: Ranks, shards: Ints) -> Floats:
+    """Of a rank's work on what is gathered and reduced, for which ranks of a node take turns, (kinds, rows)."""
+    rates, recipe, zero = table.cluster.rates, table.recipe, table.columns.zero
+    if not rates.replica_s_per_byte and not rates.shard_s_per_byte:
+        return np.zeros_like(ranks.params)
+    params = ranks.params + ranks.expert_params
+    weights, gradients = params * recipe.compute_bytes, params * recipe.gradient_bytes
+    often = passes(table)
+    gathers = np.where(zero == 3, often * (1 + table.columns.reshard), 1.0)
+    scatters = np.where(zero == 3, often, np.where(zero == 2, reductions(table), 1.0))
+    of_shards = (gathers * weights + scatters * gradients) * rates.shard_s_per_byte
+    own = np.where(zero == 0, gradients * rates.replica_s_per_byte, of_shards)
+    turns = np.maximum(table.at_work / table.cluster.node.concurrent_devices, 1.0)
+    return np.where(shards > 1, own * turns, 0.0)
 
 
 def passes(table: Table) -> Floats:

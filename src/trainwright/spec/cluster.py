@@ -261,6 +261,12 @@ class Rates(Noun):
     time_factor: Annotated[float, Field(ge=0.5, le=2)] = 1.0
     """Whole step of this software over what the model of its operations says: what no cause explains."""
     overlap: OverlapRates = OverlapRates()
+    replica_s_per_byte: NonNegative = 0.0
+    """What a rank's own work on replicated gradients takes beside their all_reduce, for each byte of them: copies
+    into buckets and out of them, hooks. Nothing hides it."""
+    shard_s_per_byte: NonNegative = 0.0
+    """The same with zero 1 to 3, for each byte that is gathered or scattered: copies out of what was gathered and
+    into what is scattered, hooks."""
     straggling_per_doubling: NonNegative = 0.0
     """Fraction of a step that each doubling of the devices beyond one node adds by waiting for the slowest."""
     step_overhead_s: NonNegative = 0.0

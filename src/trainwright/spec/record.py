@@ -18,6 +18,7 @@ SampleOp = Literal[
     "launch",
     "step",
     "overlap",
+    "sharded",
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -34,13 +35,14 @@ class Sample(Noun):
     size: Positive
     """What its rate is a curve of: FLOPs of the call for matmul, tokens an expert for grouped, sequence length for
     attention, bytes read and written for copy, elementwise and update, message bytes for a collective (the whole
-    tensor), microbatches for a step, 1 for launch. Of overlap, 1: compute alone, 2: a collective alone, 3: both at
-    once."""
+    tensor), microbatches for a step, 1 for launch. Of overlap (gradients of replicas) and sharded (zero 3), 1:
+    compute alone, 2: communication alone, 3: a step with both."""
     work: Positive
     """FLOPs of the call (of grouped, forward and the two matmuls of backward), or bytes for copy, elementwise,
-    update, overlap and collectives; launches that the planner counts for launch and for a step. Attention counts
-    causal FLOPs, backward 2.5 times the forward ones; elementwise is a mixture of norm, residual, activation and
-    loss, forward and backward, and counts the bytes that the planner counts for them, as update does."""
+    update, overlap, sharded and collectives; launches that the planner counts for launch and for a step. Attention
+    counts causal FLOPs, backward 2.5 times the forward ones; elementwise is a mixture of norm, residual,
+    activation and loss, forward and backward, and counts the bytes that the planner counts for them, as update
+    does."""
     busy_ranks: Count
     """Ranks that did the same at the same time."""
     group_size: Count = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from trainwright.spec.record import Machine, Sample
-from trainwright.train.bench import host, kernels, links
+from trainwright.train.bench import host, kernels, links, sharing
 from trainwright.train.bench.stopwatch import Stopwatch
 from trainwright.train.mesh import Worker
 
@@ -55,7 +55,7 @@ class Bench:
     def _link_parts(self) -> Iterator[tuple[str, Part]]:
         for busy in levels(self.worker.world)[1:]:
             watch = Stopwatch(self.worker.rank, self.worker.world, self.device, busy)
-            for what, part in links.parts(watch):
+            for what, part in (*links.parts(watch), *sharing.parts(watch)):
                 yield f"{what}, {busy} ranks busy", part
 
 

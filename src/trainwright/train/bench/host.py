@@ -84,7 +84,7 @@ def _launch(watch: Stopwatch, budget_s: float) -> list[Sample]:
 def _step(watch: Stopwatch, microbatches: int, budget_s: float) -> list[Sample]:
     """A whole step of the trainer's, of so many microbatches."""
     recipe = Recipe(seq_len=SEQ_LEN, global_batch=microbatches, precision="fp32", zero=0)
-    run = Run(layout=Layout(), recipe=recipe, model=TINY, cluster=_any_cluster())
+    run = Run(layout=Layout(), recipe=recipe, model=TINY, cluster=any_cluster())
     mesh = build_mesh(run.layout, 0, watch.device, 1, TIMEOUT)
     trainer = parallelize(run, mesh, Clock())
     token_BS = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
@@ -93,7 +93,7 @@ def _step(watch: Stopwatch, microbatches: int, budget_s: float) -> list[Sample]:
     return watch.timed("step", "fp32", microbatches, launches, budget_s, lambda: trainer.step(batch, 1e-6))
 
 
-def _any_cluster() -> ClusterSpec:
+def any_cluster() -> ClusterSpec:
     """A run has one; a step doesn't look at it."""
     one = Curve(size=(1.0,), fraction=(1.0,))
     unknown = Provenance(kind="assumed", source="nothing reads it")

@@ -1,4 +1,4 @@
-"""What ranks say to one another: each collective over sizes and groups, and how much of one hides behind compute.
+"""What ranks say to one another: each collective over sizes and groups.
 
 Collectives are measured as a layer uses them: ranks come to one from compute, one later than the other, and where
 they outnumber the cores a rank that waits may not be the one that runs next. Back to back collectives show none of
@@ -35,7 +35,6 @@ WORK_MATMULS = 4
 """Of 256 cubed: about a millisecond of one core, as a block of a small layer is."""
 LEAST_COLLECTIVE_S = 2e-5
 """Where the noise of two timings hides a small collective: the cost of the call in Python."""
-OVERLAPPED_BYTES = 1 << 22
 
 
 def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
@@ -46,8 +45,6 @@ def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
         for message_bytes in sizes:
             for op in OPS if message_bytes not in STATE_BYTES else STATE_OPS:
                 yield f"{op} of {size}", partial(_collective, watch, op, size, group, message_bytes)
-        if size == watch.busy:
-            yield "overlap", partial(_overlap, watch, group)
 
 
 def _groups_of(watch: Stopwatch, size: int) -> dist.ProcessGroup | None:
@@ -102,34 +99,13 @@ def _collective(
         work()
         call()
 
-    with_call, without = _in_turn(watch, (both, work), budget_s, MOST_CALLS)
+    with_call, without = in_turn(watch, (both, work), budget_s, MOST_CALLS)
     typical_s = statistics.median(without)
     seconds = [max(each - typical_s, LEAST_COLLECTIVE_S) for each in with_call]
     return watch.sample(op, "fp32", message_bytes, message_bytes, seconds, size)
 
 
-def _overlap(watch: Stopwatch, group: dist.ProcessGroup | None, budget_s: float) -> list[Sample]:
-    """Compute alone, a collective alone, and both at once, where both take about as long."""
-    call = _call_of(watch, "all_reduce", group, OVERLAPPED_BYTES) if group is not None else _nothing
-    message = torch.ones(OVERLAPPED_BYTES // 4, device=watch.device)
-    matmul = _work_of(watch, 1)
-    call_s, matmul_s = (each[0] for each in _in_turn(watch, (call, matmul), 0.0, 1))
-    work = _work_of(watch, max(1, math.ceil(call_s / max(matmul_s, 1e-7))))
-
-    def at_once() -> None:
-        if group is not None:
-            under_way = dist.all_reduce(message, group=group, async_op=True)
-            work()
-            assert isinstance(under_way, dist.Work)
-            under_way.wait()
-
-    samples: list[Sample] = []
-    for number, seconds in enumerate(_in_turn(watch, (work, call, at_once), budget_s, 1), start=1):
-        samples += watch.sample("overlap", "fp32", number, OVERLAPPED_BYTES, seconds, watch.busy)
-    return samples
-
-
-def _in_turn(
+def in_turn(
     watch: Stopwatch, bodies: tuple[Callable[[], object], ...], budget_s: float, most_calls: int
 ) -> list[list[float]]:
     """Seconds of each body, of the slowest rank: all of them in every repetition, so that each has the same
