@@ -12,6 +12,9 @@ import numpy as np
 from trainwright.spec.errors import reject
 from trainwright.spec.record import Fit, Sample
 
+SCATTER = 0.2
+"""Of the medians of collectives around a line, in log units: below it deviations count by their square."""
+
 
 class Point(NamedTuple):
     """One measured size: median seconds, and how many repetitions it is the median of."""
@@ -41,21 +44,26 @@ def points(
 
 
 def fit_line(points: Sequence[Point]) -> tuple[float, float]:
-    """Latency in seconds and seconds per byte, both of least absolute relative deviation from the points.
+    """Latency in seconds and seconds per byte: the line of least soft-L1 deviation of log(line / seen), which
+    takes twice as long and half as long for equally wrong, and an outlier for little more than its sign.
 
-    Such a line goes through two of the points, so all pairs are tried (Bloomfield and Steiger, Least Absolute
-    Deviations, 1983). Latency is at least zero, and a byte takes some time. `InvalidSpec` for less than two sizes.
+    Tried are all lines through two points or through one and the origin, which fit exact points exactly, and
+    between them a grid: for each latency over slope the best scale. Latency is at least zero, and a byte takes
+    some time. `InvalidSpec` for less than two sizes.
     """
     if len(points) < 2:
         reject("samples", f"{len(points)} message size(s)", "measure a collective at two sizes at least")
-    through_zero = [(0.0, point.seconds / point.work) for point in points]
-    through_two = [_line(first, second) for first, second in combinations(points, 2)]
-    lines = [line for line in (*through_zero, *through_two) if line[0] >= 0 and line[1] > 0]
-
-    def deviation(line: tuple[float, float]) -> float:
-        return sum(abs(line[0] + line[1] * point.work - point.seconds) / point.seconds for point in points)
-
-    return min(lines, key=deviation)
+    work, seconds = (np.array([getattr(point, name) for point in points]) for name in ("work", "seconds"))
+    lines = [(0.0, point.seconds / point.work) for point in points]
+    lines += [_line(first, second) for first, second in combinations(points, 2)]
+    shapes = np.concatenate([[0.0], np.geomspace(work.min() / 10, work.max() * 10, 100)])
+    scales = np.log(seconds) - np.log(shapes[:, None] + work)
+    slopes = np.exp(np.linspace(scales.min(axis=1), scales.max(axis=1), 41, axis=1))
+    lines += zip((shapes[:, None] * slopes).ravel().tolist(), slopes.ravel().tolist(), strict=True)
+    latency_s, s_per_byte = np.array([line for line in lines if line[0] >= 0 and line[1] > 0]).T
+    errors = np.log((latency_s[:, None] + s_per_byte[:, None] * work) / seconds)
+    best = int(np.sqrt(1 + (errors / SCATTER) ** 2).sum(axis=1).argmin())
+    return float(latency_s[best]), float(s_per_byte[best])
 
 
 def _line(first: Point, second: Point) -> tuple[float, float]:

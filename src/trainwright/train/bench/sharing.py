@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainwright.train.bench import Part
 
 TIMEOUT = timedelta(seconds=300)
-LAYERS, SEQ_LEN = 4, 256
+LAYERS, SEQ_LEN = 4, 128
 LAYER = LayerSpec(attention=GroupedQueryAttention(num_heads=8, num_kv_heads=4, d_head=32), mlp=DenseMlp(d_ff=768))
 SMALL = ModelSpec(
     name="small",
