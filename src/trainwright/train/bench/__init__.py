@@ -36,8 +36,8 @@ class Bench:
 
     def samples(self, on_progress: Callable[[str, float], None] = lambda what, done: None) -> list[Sample]:
         """All measurements, on rank 0; an empty list on the others. Collective over all ranks."""
-        local = [*self._local_parts()]
-        parts = [*local, *self._link_parts(), *local]
+        local, shared = [*self._local_parts()], [*self._sharing_parts()]
+        parts = [*local, *self._link_parts(), *shared, *local]
         share_s = self.budget_s / len(parts)
         found: list[Sample] = []
         for number, (what, part) in enumerate(parts):
@@ -55,8 +55,13 @@ class Bench:
     def _link_parts(self) -> Iterator[tuple[str, Part]]:
         for busy in levels(self.worker.world)[1:]:
             watch = Stopwatch(self.worker.rank, self.worker.world, self.device, busy)
-            for what, part in (*links.parts(watch), *sharing.parts(watch)):
+            for what, part in links.parts(watch):
                 yield f"{what}, {busy} ranks busy", part
+
+    def _sharing_parts(self) -> Iterator[tuple[str, Part]]:
+        if self.worker.world > 1:
+            watch = Stopwatch(self.worker.rank, self.worker.world, self.device, self.worker.world)
+            yield from sharing.parts(watch)
 
 
 def levels(ranks: int) -> list[int]:

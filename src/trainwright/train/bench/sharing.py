@@ -43,23 +43,22 @@ SMALL = ModelSpec(
 
 
 def parts(watch: Stopwatch) -> Iterator[tuple[str, "Part"]]:
-    """Of all ranks of the world: the trainer's groups are made by every rank."""
-    if watch.busy == watch.world:
-        yield "overlap of replicas", partial(_replicated, watch)
-        yield "overlap of shards", partial(_sharded, watch)
+    """Of all ranks of the world. The trainers' groups are made at once, and before those that not all ranks are
+    in: PyTorch names a group by how many a rank is in already."""
+    replicas, shards = (_trainers(watch, zero) for zero in (0, 3))
+    yield "overlap of replicas", partial(_replicated, watch, *replicas)
+    yield "overlap of shards", partial(_sharded, watch, *shards)
 
 
-def _replicated(watch: Stopwatch, budget_s: float) -> list[Sample]:
-    alone, together = _trainers(watch, zero=0)
+def _replicated(watch: Stopwatch, alone: Trainer, together: Trainer, budget_s: float) -> list[Sample]:
     flat = torch.zeros(sum(each.numel() for _, each in alone.data_parallel.parameters()), device=watch.device)
     return _compared(
         watch, "overlap", alone, together, lambda: dist.all_reduce(flat), 4.0 * flat.numel(), budget_s
     )
 
 
-def _sharded(watch: Stopwatch, budget_s: float) -> list[Sample]:
+def _sharded(watch: Stopwatch, alone: Trainer, together: Trainer, budget_s: float) -> list[Sample]:
     """Each layer, and what stands around them, is gathered before forward and before backward, and scattered."""
-    alone, together = _trainers(watch, zero=3)
     units = [sum(each.numel() for each in layer.parameters()) for layer in alone.pieces[0].layers.values()]
     units.append(sum(each.numel() for _, each in alone.data_parallel.parameters()) - sum(units))
     shards = [torch.zeros(-(-values // watch.world), device=watch.device) for values in units]

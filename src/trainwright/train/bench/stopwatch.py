@@ -17,6 +17,8 @@ from trainwright.spec.record import Sample, SampleOp
 REPETITIONS = 15
 FEWEST = 3
 WARMUP = 2
+SLOW_S = 0.5
+"""From then on one call is enough."""
 REPETITION_S = 0.015
 """Length of a repetition, in which a short call is made many times: long enough for the clock, and for the
 system to share out cores among more ranks than it has."""
@@ -47,7 +49,7 @@ class Stopwatch:
     ) -> list[Sample]:
         """Seconds per call of each repetition, as one sample on rank 0."""
         probe_s = self._probe_s(call)
-        if probe_s > budget_s:
+        if probe_s > max(budget_s, SLOW_S):
             # So slow a call needs no warm-up: a format that a CPU emulates, for example.
             return self.sample(op, precision, size, work, [probe_s])
         probe_s = [self._probe_s(call) for _ in range(WARMUP)][-1]
