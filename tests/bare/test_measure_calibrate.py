@@ -241,9 +241,22 @@ def scattered_samples() -> list[Sample]:
 
 
 def test_noise_is_the_scatter_of_half_of_the_calls() -> None:
-    assert noise(planted_samples(noise=0, outliers=False)) == 0
-    assert 0.02 < noise(planted_samples()) < 0.1  # quartiles of 3% normal noise are 4% apart
-    assert noise(scattered_samples()) > 0.5
+    assert noise(planted_samples(noise=0, outliers=False), CORES) == 0
+    assert 0.02 < noise(planted_samples(), CORES) < 0.1  # quartiles of 3% normal noise are 4% apart
+    assert noise(scattered_samples(), CORES) > 0.5
+
+
+def test_a_program_that_holds_a_core_all_the_time_is_noise_too() -> None:
+    """It scatters nothing; but two ranks on two cores have half of a core each, as four of them rightly have."""
+
+    def samples(busy: int) -> list[Sample]:
+        quiet = planted_samples(noise=0, outliers=False)
+        return [each.changed(on_core=0.5) if each.busy_ranks == busy else each for each in quiet]
+
+    assert noise(samples(RANKS), CORES) == 0
+    assert noise(samples(1), CORES) == pytest.approx(0.5)
+    with pytest.raises(InvalidSpec, match="too noisy"):
+        calibrate(samples(1), MACHINE)
 
 
 def test_a_noisy_machine_is_refused_in_one_line_and_nothing_is_written(

@@ -25,7 +25,7 @@ def calibrate(samples: Sequence[Sample], machine: Machine, most_noise: float = M
 
     `InvalidSpec` where a needed operation was not measured, and where samples scatter by more than `most_noise`.
     """
-    require_quiet(samples, most_noise)
+    require_quiet(samples, machine.concurrent_devices, most_noise)
     compute = ComputeRates(samples, machine.concurrent_devices)
     links = LinkRates(samples, machine)
     on_cpu, networked = machine.kind == "cpu", bool(links.between)

@@ -4,7 +4,7 @@ line, each one of these nouns. What calibration makes of the samples is here too
 
 from typing import Literal
 
-from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Sequence
+from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.cluster import ClusterSpec
 
 SampleOp = Literal[
@@ -50,6 +50,9 @@ class Sample(Noun):
     rank: Natural = 0
     seconds: Sequence[Positive]
     """One per repetition, in order, the first ones (warm-up) left out."""
+    on_core: Probability = 1.0
+    """Of those seconds, the part in which the rank that had least of one had a core: below 1 where ranks outnumber
+    cores, or where other programs take them. 1 where nobody looked."""
 
 
 class Machine(Noun):

@@ -56,12 +56,17 @@ class Stopwatch:
         calls = math.ceil(least_s / probe_s)
         repetitions = min(REPETITIONS, max(FEWEST, int(budget_s / (calls * probe_s))))
         seconds = [0.0] * repetitions
+        core_s = 0.0
         for repetition in range(repetitions):
             if self.busy > 1:
                 self.barrier()
             if self.takes_part:
+                before_s = time.process_time()
                 seconds[repetition] = self.seconds_of(call, calls) / calls
-        return self.sample(op, precision, size, work, self.slowest(seconds))
+                core_s += time.process_time() - before_s
+        lost = 1 - core_s / (sum(seconds) * calls) if self.takes_part else 0.0
+        on_core = min(max(1 - self.slowest([lost])[0], 0.0), 1.0)
+        return self.sample(op, precision, size, work, self.slowest(seconds), on_core=on_core)
 
     def _probe_s(self, call: Callable[[], object]) -> float:
         """Of one call."""
@@ -69,13 +74,21 @@ class Stopwatch:
         return max(self.slowest([self.seconds_of(call, 1) if self.takes_part else 0.0])[0], 1e-7)
 
     def sample(
-        self, op: SampleOp, precision: str, size: float, work: float, seconds: list[float], group_size: int = 1
+        self,
+        op: SampleOp,
+        precision: str,
+        size: float,
+        work: float,
+        seconds: list[float],
+        group_size: int = 1,
+        on_core: float = 1.0,
     ) -> list[Sample]:
         """The sample on rank 0, elsewhere none."""
         if self.rank != 0:
             return []
         values = {"op": op, "precision": precision, "size": float(size), "work": float(work)}
-        return [Sample.parse(values | {"busy_ranks": self.busy, "group_size": group_size, "seconds": seconds})]
+        values |= {"busy_ranks": self.busy, "group_size": group_size, "seconds": seconds, "on_core": on_core}
+        return [Sample.parse(values)]
 
     def barrier(self) -> None:
         if self.world > 1:
