@@ -57,6 +57,6 @@ def require_quiet(samples: Sequence[Sample], cores: int, most: float) -> None:
         reject(
             "noise",
             f"{found:.0%}",
-            "this machine is too noisy to measure: half of its calls scatter by more, or ranks had so much less than "
-            f"a core; the most is {most:.0%}: stop other programs, or accept it with --max-noise",
+            "this machine is too noisy to measure: half of its calls scatter by more, or ranks had so much less "
+            f"than a core; the most is {most:.0%}: stop other programs, or accept it with --max-noise",
         )
