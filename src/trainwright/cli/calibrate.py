@@ -30,7 +30,7 @@ def calibrate(
     seconds: Annotated[
         float,
         typer.Option(min=1.0, max=3600.0, help="About how long to measure; starting processes comes on top."),
-    ] = 40.0,
+    ] = 30.0,
     max_noise: Annotated[
         float,
         typer.Option(min=0.0, help="Write nothing where half of the calls scatter by more, as a fraction."),

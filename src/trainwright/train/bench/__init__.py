@@ -19,7 +19,7 @@ from trainwright.train.bench import host, kernels, links, sharing
 from trainwright.train.bench.stopwatch import Stopwatch
 from trainwright.train.mesh import Worker
 
-BUDGET_S = 40.0
+BUDGET_S = 30.0
 """About how long the whole takes; much shorter ones take longer than they say."""
 
 Part = Callable[[float], list[Sample]]
