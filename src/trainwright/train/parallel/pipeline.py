@@ -118,6 +118,8 @@ class Pipeline:
         assert len(batch.inputs_BS) == self._num_microbatches
         state = InFlight(torch.zeros((), dtype=torch.float64, device=self._mesh.device))
         for step in self._program:
+            if isinstance(step, Act):
+                self._data_parallel.before_act()
             if isinstance(step, Transfer):
                 with self._clock.of("pp"):
                     self._transfer(step, state, batch)
