@@ -117,3 +117,9 @@ def test_chosen_and_uneven_stages_stay_so() -> None:
 def test_replicas_and_shards_are_two_axes() -> None:
     small = miniature(run_of(Layout(dp=64), zero=3, dp_replicate=8), 4).run
     assert (small.layout.dp, small.recipe.dp_replicate) == (4, 2)
+
+
+def test_documents_are_masked_where_the_run_masks_them() -> None:
+    run = run_of(Layout(cp=2, dp=2), cp_method="ring")
+    masked = run.changed(data=run.data.changed(document_mask=True))
+    assert [miniature(each).run.data.document_mask for each in (run, masked)] == [False, True]

@@ -192,7 +192,7 @@ def _with_layout(run: Run, layout: Layout, replicas: int) -> Run:
         recompute_layers=None if layers is None else min(layers, 1),
         loss_chunks=min(run.recipe.loss_chunks, 2),
     )
-    data = DataSpec(vocab_size=VOCABULARY - 2)
+    data = DataSpec(vocab_size=VOCABULARY - 2, document_mask=run.data.document_mask)
     layout = layout.changed(stage_layers=chosen)
     return run.changed(layout=layout, recipe=recipe, model=model, data=data, budget=None).check()
 
