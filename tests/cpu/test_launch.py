@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainwright.cli.files import read_run
 from trainwright.cli.main import run as run_program
-from trainwright.cli.train import require_machine
+from trainwright.cli.train import require_machine, trained
 from trainwright.plan.predict import predict
 from trainwright.plan.recompute_budget import resolved
 from trainwright.spec import toml
-from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
 from trainwright.train.door import require_trainable
@@ -113,6 +113,18 @@ def test_compiled_layers_want_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InvalidSpec, match=r"recipe\.compile=True: needs the C\+\+ compiler no-such-compiler"):
         require_machine(run)
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        assert (tmp_path / "a" / "b" / "run.toml").is_file()
+        reject("data.path", "here", "is bad")
+
+    run = run_on(tmp_path, recipe={"precision": "fp32"})
+    monkeypatch.setattr("trainwright.cli.train.run_workers", refuse)
+    with pytest.raises(InvalidSpec):
+        trained(run, 1, tmp_path / "a" / "b", lambda what, done: None)
+    assert not (tmp_path / "a").exists()
 
 
 def test_layouts_train_alike(tmp_path: Path) -> None:
