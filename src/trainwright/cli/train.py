@@ -1,5 +1,6 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import json
 import os
 import shutil
 import sys
@@ -61,7 +62,8 @@ def train(
     with Progress(output.console(errors=True)) as progress:
         records = trained(run, planned, out, progress.show)
     if as_json:
-        last = records[-1].plain() if records else {}
+        # As in metrics.jsonl: null for the loss of a run that diverged, of which JSON has no number.
+        last = json.loads(records[-1].model_dump_json()) if records else {}
         output.show_json({"path": str(out), "run_hash": run.hash, "steps": len(records), "last": last})
         return
     from trainwright.present.training import training_view
