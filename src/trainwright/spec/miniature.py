@@ -133,7 +133,7 @@ def _experts(run: Run, plane: int, tp: int, replicas: int, *, keep: bool) -> tup
     if not run.model.is_moe:
         return 1, 1
     etp = tp if run.layout.etp == run.layout.tp else min(run.layout.etp, tp)
-    while plane % etp:
+    while plane % (etp * replicas):
         etp -= 1
     fitting = [
         ep
