@@ -1,6 +1,7 @@
 """Whole runs on this node: what is written, the status that comes back, and that nothing is left behind."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -269,6 +270,25 @@ def test_an_interruption_leaves_no_process(tmp_path: Path, number: signal.Signal
     assert workers_of(tmp_path) == []
     # What is written is whole lines.
     assert all(StepRecord.parse(json.loads(line)) for line in metrics.read_text().splitlines())
+
+
+def test_an_end_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    """SIGTERM while the corpus is made: neither the run's directory nor the half of a corpus stays."""
+    (tmp_path / "run.toml").write_text(toml.write(example_run(recipe={"precision": "fp32"})))
+    arguments = ["train", str(tmp_path / "run.toml"), "--steps", "1", "--out", str(tmp_path / "out")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trainwright", *arguments],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline_s = time.monotonic() + 60
+    while not list(tmp_path.glob("cache/trainwright/.building-*")) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=40)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["cache", "run.toml", "trainwright"]
 
 
 def workers_of(directory: Path) -> list[str]:
