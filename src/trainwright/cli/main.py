@@ -6,7 +6,9 @@ out of tolerance), 2 for bad input. Verbs import numpy, pydantic and rich inside
 """
 
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -32,7 +34,7 @@ from trainwright.cli import (
     validate,
     verify,
 )
-from trainwright.cli.worker import BAD_INPUT
+from trainwright.cli.worker import BAD_INPUT, started_by_torchrun
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
@@ -94,7 +96,15 @@ def main() -> NoReturn:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:
             reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for a bar, and no traceback
+    # A worker ends at once: it may be inside a collective, where Python answers no signal.
+    if not started_by_torchrun():
+        signal.signal(signal.SIGTERM, _end)
     sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """As an exception, so that what is half made is removed on the way out."""
+    sys.exit(128 + number)
 
 
 def run(arguments: list[str]) -> int:

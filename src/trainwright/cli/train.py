@@ -1,5 +1,6 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import json
 import os
 import shutil
 import sys
@@ -61,7 +62,8 @@ def train(
     with Progress(output.console(errors=True)) as progress:
         records = trained(run, planned, out, progress.show)
     if as_json:
-        last = records[-1].plain() if records else {}
+        # As in metrics.jsonl: null for the loss of a run that diverged, of which JSON has no number.
+        last = json.loads(records[-1].model_dump_json()) if records else {}
         output.show_json({"path": str(out), "run_hash": run.hash, "steps": len(records), "last": last})
         return
     from trainwright.present.training import training_view
@@ -107,7 +109,8 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
 @contextmanager
 def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator[None]:
     """Leave nothing new where a run ends before its first step: what is wrong with data, say, workers find."""
-    was_there, before, kept = out.is_dir(), set(out.glob("*")), out / "run.toml"
+    before, kept = set(out.glob("*")), out / "run.toml"
+    missing = [each for each in (out, *out.parents) if not each.exists()]
     earlier = kept.read_bytes() if kept.is_file() else None
     try:
         yield
@@ -115,8 +118,9 @@ def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator
         if not records:
             for made in set(out.glob("*")) - before:
                 shutil.rmtree(made) if made.is_dir() else made.unlink()
-            if not was_there and out.is_dir():
-                out.rmdir()
+            for made in missing:
+                if made.is_dir() and not any(made.iterdir()):
+                    made.rmdir()
             if earlier is not None:
                 kept.write_bytes(earlier)
         raise

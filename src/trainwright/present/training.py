@@ -1,5 +1,6 @@
 """A run that was trained, for people: how the loss went and how fast it was."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -24,6 +25,9 @@ def training_view(run: Run, records: Sequence[StepRecord]) -> RenderableType:
         ("gradient", f"norm {last.grad_norm:.3g} before clipping"),
         ("memory", f"{bytes_text(last.peak_bytes)} at the peak, in tensors"),
     ]
+    lost = next((record.step for record in records if not math.isfinite(record.loss)), None)
+    if lost is not None:
+        rows.insert(1, ("diverged", f"the loss is no finite number from step {lost} on"))
     steps = (
         f"{len(records)} step{'s' if len(records) > 1 else ''} of {count_text(run.recipe.tokens_per_step)} tokens"
     )

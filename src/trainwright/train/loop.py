@@ -115,12 +115,10 @@ def _train_on(
 
 def _dataset(run: Run, directory: Path) -> PackedDataset:
     shards = open_shards(directory)
-    if shards.vocab_size > run.model.vocab_size:
-        reject(
-            "model.vocab_size",
-            run.model.vocab_size,
-            f"is below the vocabulary of {directory}, {shards.vocab_size}; raise it or choose other data",
-        )
+    for field, most in (("model.vocab_size", run.model.vocab_size), ("data.vocab_size", run.data.vocab_size)):
+        if shards.vocab_size > most:
+            why = f"is below the vocabulary of {directory}, {shards.vocab_size}; raise it or choose other data"
+            reject(field, most, why)
     if run.data.document_mask and shards.end_of_document is None:
         reject(
             "data.document_mask",
