@@ -21,6 +21,7 @@ from trainwright.spec import toml
 from trainwright.spec.cluster import ClusterSpec, Provenance, numeric_fields
 from trainwright.spec.constants import Constant, Constants
 from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
+from trainwright.spec.goodput import PublishedFailures
 from trainwright.spec.hf import model_from_hf
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
@@ -93,6 +94,12 @@ def with_recovery(cluster: ClusterSpec) -> ClusterSpec:
     return cluster.changed(
         recovery=Recovery.parse(assumed["recovery"]), provenance={**cluster.provenance, **sources}
     )
+
+
+@cache
+def published_failures() -> PublishedFailures:
+    """Mean times to failure as they were published."""
+    return PublishedFailures.parse(_read_data("failures.toml"))
 
 
 @cache

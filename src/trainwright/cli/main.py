@@ -20,6 +20,7 @@ from trainwright.cli import (
     demo,
     diff,
     dryrun,
+    goodput,
     layout,
     memory,
     models,
@@ -36,7 +37,7 @@ from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
+    *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -75,6 +76,7 @@ app.command("timeline", epilog=timeline.EXAMPLE)(timeline.timeline)
 app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
 app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
+app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
