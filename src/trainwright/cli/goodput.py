@@ -101,9 +101,7 @@ def goodput(
     question = GoodputQuestion(
         useful_s=useful_days * SECONDS_PER_DAY, replicas=replicas, interval_s=interval_s, runs=runs, seed=seed
     )
-    found = judged(
-        run.changed(cluster=cluster), prediction.step_s, question, catalogue.published_failures()
-    )
+    found = judged(run.changed(cluster=cluster), prediction.step_s, question, catalogue.published_failures())
     if svg is not None:
         from trainwright.present.goodput import goodput_svg
 
@@ -126,9 +124,7 @@ def _told(cluster: "ClusterSpec", failure_rate: float | None, **recovery: float 
     from trainwright.spec.cluster import Provenance
 
     mark = Provenance(kind="assumed", source="set by the user")
-    values: dict[str, float] = {
-        f"recovery.{name}": value for name, value in recovery.items() if value is not None
-    }
+    values: dict[str, float] = {f"recovery.{name}": value for name, value in recovery.items() if value is not None}
     if failure_rate is not None:
         values["failures_per_device_day"] = failure_rate / 1000 / cluster.node.devices
     if not values:

@@ -44,7 +44,10 @@ def _failure_facts(found: Goodput) -> list[tuple[str, str]]:
     return [
         ("rate", rate),
         ("", f"({found.failures_source})"),
-        ("spares", f"{found.spares:,} nodes bridge repairs at 99% of moments; {found.nodes_in_repair:.1f} are away"),
+        (
+            "spares",
+            f"{found.spares:,} nodes are enough at 99% of moments; {found.nodes_in_repair:.1f} are in repair",
+        ),
         ("state", f"{bytes_text(found.saved_bytes)}, {bytes_text(found.saved_bytes / found.devices)} a device"),
         ("storage", f"{scaled(found.storage_bytes_per_s, 'B/s')} from all nodes together"),
     ]
@@ -69,7 +72,11 @@ def _ways(judged: tuple[Judged, ...]) -> Table:
         ("CheckFreq, in steps", [f"{each.checkfreq_steps:,}" for each in judged]),
         ("storage gets", [_every(each) for each in judged]),
         ("lost with a failure", [seconds_text(each.lost_s) for each in judged]),
-        ("ETTR, first order", [f"{each.first_order:.3%}{'' if each.first_order_holds else ' *'}" for each in judged]),
+        ("ETTR, failures alone", [f"{each.failures_alone:.3%}" for each in judged]),
+        (
+            "ETTR, first order",
+            [f"{each.first_order:.3%}{'' if each.first_order_holds else ' *'}" for each in judged],
+        ),
         ("ETTR, complete form", [f"{each.complete:.3%}" for each in judged]),
         ("ETTR, simulated", [_simulated(each) for each in judged]),
     ]
@@ -116,7 +123,11 @@ def _whole(found: Goodput) -> list[RenderableType]:
         row = [SAVING_TEXT[each.saving.kind], f"{seen.failures:,.1f}"]
         row += [f"{seen.wall_s[name] / SECONDS_PER_DAY:,.1f}" for name in ("p10", "p50", "p90")]
         row.append(count_text(seen.wall_s["p50"] * found.devices / 3600.0))
-        row += [count_text(each.usd(name, found.usd_per_s) or 0.0) for name in ("p10", "p50", "p90")] if priced else []
+        row += (
+            [count_text(each.usd(name, found.usd_per_s) or 0.0) for name in ("p10", "p50", "p90")]
+            if priced
+            else []
+        )
         rows.append(row)
     hours = count_text(found.useful_s * found.devices / 3600.0)
     usd = "" if found.usd_per_s is None else f", {count_text(found.useful_s * found.usd_per_s)} USD"
@@ -133,7 +144,11 @@ def _placement(found: Goodput) -> list[RenderableType]:
     groups = " and ".join(f"{count:,} groups of {size}" for size, count in placed.groups.items())
     apart = "in different racks" if placed.is_spread else "some in one rack, as a rack has more nodes than groups"
     bounds = any(each.bound is not None for each in placed.lost)
-    columns = [("nodes lost at once", ">"), ("nothing is lost", ">"), *([("GEMINI's bound", ">")] if bounds else [])]
+    columns = [
+        ("nodes lost at once", ">"),
+        ("nothing is lost", ">"),
+        *([("GEMINI's bound", ">")] if bounds else []),
+    ]
     rows = [
         [f"{each.nodes:,}", f"{each.recovered:.4%}", *([f"{each.bound:.4%}"] if each.bound is not None else [])]
         for each in placed.lost
@@ -179,7 +194,9 @@ def goodput_svg(found: Goodput) -> str:
             over = found.over_interval
             # Where a save has no time to end there is no value.
             known = [(x, 100 * y) for x, y in zip(over.x, over.ettr[kind], strict=True) if y > 0]
-            left.plot(*zip(*known, strict=True), color=colour, label=SAVING_TEXT[kind])
+            # Dashed, as the one below may be the same line.
+            look = "--" if kind == "memory" else "-"
+            left.plot(*zip(*known, strict=True), look, color=colour, label=SAVING_TEXT[kind])
             left.plot([judged.interval_s], [100 * judged.complete], "o", color=colour, markersize=5)
             if judged.simulated is not None:
                 seen = judged.simulated
@@ -188,7 +205,7 @@ def goodput_svg(found: Goodput) -> str:
                 )
             if kind in found.over_devices.ettr:
                 values = [100 * y for y in found.over_devices.ettr[kind]]
-                right.plot(found.over_devices.x, values, color=colour, marker="o", markersize=3)
+                right.plot(found.over_devices.x, values, look, color=colour, marker="o", markersize=3)
         _dress(left, "work between two saves (s)")
         _dress(right, "devices, each at its best interval")
         right.axvline(found.devices, color="0.7", linewidth=0.8)

@@ -1,5 +1,5 @@
-"""What is asked of a run with failures, and what the planner answers: time that counts, three ways to save beside one
-another, spares, and curves.
+"""What is asked of a run with failures, and what the planner answers: time that counts, three ways to save beside
+one another, spares, and curves.
 
 The JSON keys of `Goodput.report` and the fields of `WithFailures` are a contract with scripts: they stay.
 """
@@ -50,7 +50,7 @@ class Simulated(Noun):
     failures: NonNegative
     """Of a run, in the mean."""
     lost_s: NonNegative
-    """Thrown away by a failure, in the mean."""
+    """Thrown away by a failure that hits work, in the mean."""
     wall_s: dict[Literal["p10", "p50", "p90"], float]
 
 
@@ -67,12 +67,13 @@ class Judged(Noun):
     daly_s: NonNegative
     exact_s: NonNegative
     """The three of the blocking time alone, before what a save takes to be written."""
+    failures_alone: float
+    """First order, without what saves take."""
     first_order: float
     first_order_holds: bool
     complete: Probability
     lost_s: NonNegative
-    """Expected time since the last save when a failure strikes, in closed form; of two tiers, since the last in
-    memory."""
+    """Expected time that a failure throws away, in closed form."""
     simulated: Simulated | None
     notes: Sequence[str] = ()
 
@@ -191,7 +192,9 @@ class Goodput(Noun):
         for judged, row in zip(self.judged, values["judged"], strict=True):
             row["average_storage_bytes_per_s"] = self.average_bytes_per_s(judged)
             if judged.simulated is not None and self.usd_per_s is not None:
-                row["simulated"]["usd"] = {name: judged.usd(name, self.usd_per_s) for name in ("p10", "p50", "p90")}
+                row["simulated"]["usd"] = {
+                    name: judged.usd(name, self.usd_per_s) for name in ("p10", "p50", "p90")
+                }
         return values
 
     def average_bytes_per_s(self, judged: Judged) -> float:

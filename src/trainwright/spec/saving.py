@@ -1,10 +1,13 @@
-"""Ways to keep a run's state: what a save costs, how long until it counts, and what a failure costs beside the work
-that is lost.
+"""Ways to keep a run's state: what a save costs, how long until it counts, and what a failure costs beside the
+work that is lost.
 
 synchronous   the step waits until storage has all of it
 asynchronous  the step waits for a copy in the host's memory, from which storage is written beside the next steps
-memory        that copy goes to other nodes' memories, and every so often to storage too: most failures are recovered
-              from memory (GEMINI, Wang et al., SOSP 2023)
+memory        that copy goes to other nodes' memories, and every so often to storage too: most failures are
+              recovered from memory (GEMINI, Wang et al., SOSP 2023)
+
+A failure during a restart begins it again; memory is gone until a restart from storage is over. After a restart
+from memory a write to storage that was cut short begins again.
 """
 
 from typing import Literal

@@ -1,7 +1,8 @@
 """What saves and restarts of a run take, by the bytes of its state and the bandwidths of its cluster.
 
-State is what training can't go on without: masters and moments, 12 bytes a parameter with AdamW in mixed precision.
-Each is saved once, evenly over all devices; replicas of it are not. Loading reads as many bytes over as many nodes.
+State is what training can't go on without: masters and moments, 12 bytes a parameter with AdamW in mixed
+precision. Each is saved once, evenly over all devices; replicas of it are not. Loading reads as many bytes over as
+many nodes.
 """
 
 import math
@@ -96,8 +97,8 @@ def memory_share(nodes: int, replicas: int, more: float) -> float:
 
 
 def spares(nodes_in_repair: float, certainty: float = 0.99) -> int:
-    """Spare nodes that are enough at `certainty` of moments: nodes in repair are Poisson's, however long each repair
-    takes (Palm's theorem)."""
+    """Spare nodes that are enough at `certainty` of moments: nodes in repair are Poisson's, however long each
+    repair takes (Palm's theorem)."""
     if nodes_in_repair > 700:
         # Beyond the range of exp: the normal limit, with its quantile at 99%.
         return math.ceil(nodes_in_repair + 2.3263 * math.sqrt(nodes_in_repair))

@@ -1,10 +1,10 @@
 """Runs with failures, played many at a time: the oracle of the closed forms, and where quantiles come from.
 
-Each turn draws the time to the next failure of every run that isn't done, for failures have no memory. Work goes on
-where the restart left it; saves of that stretch become durable, or not, by the arithmetic of their moments; and the
-failure says from which tier the run comes back. A failure before the restart is over begins it again. Rows are runs,
-one turn is a handful of array operations, so that a thousand runs of a thousand failures take a second. The same
-seed gives the same numbers.
+Each turn draws the time to the next failure of every run that isn't done, for failures have no memory. Work goes
+on where the restart left it; saves of that stretch become durable, or not, by the arithmetic of their moments; and
+the failure says from which tier the run comes back. A failure before the restart is over begins it again. Rows are
+runs, one turn is a handful of array operations, so that a thousand runs of a thousand failures take a second. The
+same seed gives the same numbers.
 """
 
 from typing import NamedTuple
@@ -19,22 +19,22 @@ class Played(NamedTuple):
 
     wall_s: np.ndarray
     failures: np.ndarray
+    strikes: np.ndarray
+    """Failures that hit work and not a restart."""
     lost_s: np.ndarray
     """Time of work and saves that was thrown away."""
 
 
-def play(
-    saving: Saving, mttf_s: float, interval_s: float, useful_s: float, *, runs: int, seed: int
-) -> Played:
+def play(saving: Saving, mttf_s: float, interval_s: float, useful_s: float, *, runs: int, seed: int) -> Played:
     """Runs of `useful_s` of work, with a save after each `interval_s` of it but the last.
 
-    Shapes (runs,). Commits are counted in saves since the start; what comes from memory is at `reached`, what comes
-    from storage at `stored`.
+    Shapes (runs,). Commits are counted in saves since the start; what comes from memory is at `reached`, what
+    comes from storage at `stored`.
     """
     random = np.random.default_rng(seed)
     segment_s, every = interval_s + saving.blocked_s, saving.storage_every(interval_s)
     wall_s, lost_s = np.zeros(runs), np.zeros(runs)
-    failures = np.zeros(runs, dtype=np.int64)
+    failures, strikes = np.zeros(runs, dtype=np.int64), np.zeros(runs, dtype=np.int64)
     reached, stored = np.zeros(runs, dtype=np.int64), np.zeros(runs, dtype=np.int64)
     restart_s = np.zeros(runs)
     memory_lag_s = saving.memory_durable_s if saving.kind == "memory" else saving.durable_s
@@ -59,6 +59,7 @@ def play(
         after = np.where(by_memory | (saving.kind != "memory"), before + kept, stored[left])
         failed = ~done
         failures[left] += failed
+        strikes[left] += failed & (worked_s > 0)
         lost_s[left] += np.where(failed, begun - (after - before) * segment_s, 0.0)
         # A restart from storage that fails is one from storage again: memory is gone.
         from_storage = restart_s[left] == saving.recover_s
@@ -66,4 +67,4 @@ def play(
         back_s = np.where(is_memory, saving.memory_recover_s, saving.recover_s)
         reached[left] = np.where(done, before, after)
         restart_s[left] = np.where(done, -1.0, back_s)
-    return Played(wall_s, failures, lost_s)
+    return Played(wall_s, failures, strikes, lost_s)
