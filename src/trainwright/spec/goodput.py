@@ -74,7 +74,7 @@ class Judged(Noun):
     complete: Probability
     lost_s: NonNegative
     """Expected time that a failure throws away, in closed form."""
-    simulated: Simulated | None
+    simulated: Simulated | None = None
     notes: Sequence[str] = ()
 
     def usd(self, quantile: Literal["p10", "p50", "p90"], usd_per_s: float | None) -> float | None:
@@ -89,7 +89,7 @@ class LostNodes(Noun):
 
     nodes: Count
     recovered: Probability
-    bound: Probability | None
+    bound: Probability | None = None
     """The paper's corollary; None where the replicas don't divide the nodes."""
 
 
@@ -131,7 +131,7 @@ class MttfRow(Noun):
     """At this run's rate."""
     published_line_s: Positive
     """1/N from the published rate."""
-    published: PublishedMttf | None
+    published: PublishedMttf | None = None
 
 
 class Change(Noun):
@@ -163,13 +163,13 @@ class Goodput(Noun):
     saved_bytes: Positive
     storage_bytes_per_s: Positive
     """Of all nodes together."""
-    usd_per_device_hour: Positive | None
+    usd_per_device_hour: Positive | None = None
     spares: Natural
     """Nodes that bridge repairs at 99% of moments."""
     nodes_in_repair: NonNegative
     """In the mean."""
     judged: Sequence[Judged]
-    placement: Placement | None
+    placement: Placement | None = None
     mttf: Sequence[MttfRow]
     mttf_source: str
     changes: Sequence[Change]
