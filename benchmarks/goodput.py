@@ -120,9 +120,9 @@ def forms_lines() -> list[str]:
     lines = [
         "## Closed forms against the simulation",
         "",
-        "RSC-1's rate, 200 mean times to failure of work, 2,000 runs, seed 0. Synchronous: writes of 10 s, restarts "
-        "of 300 s. Asynchronous: copies of 0.5 s that storage has 20 s later. Memory: 95% of failures served from "
-        "memory in 60 s, storage has a save 300 s later. Each at its best interval.",
+        "RSC-1's rate, 200 mean times to failure of work, 2,000 runs, seed 0. Synchronous: writes of 10 s, "
+        "restarts of 300 s. Asynchronous: copies of 0.5 s that storage has 20 s later. Memory: 95% of failures "
+        "served from memory in 60 s, storage has a save 300 s later. Each at its best interval.",
         "",
         "| GPUs | saves | interval, s | first order | in its range | complete | simulated | first order off | "
         "complete off |",

@@ -50,7 +50,18 @@ def test_the_54_days_of_llama_3(asked: Asked) -> None:
 KEYS = {
     *("run_name", "device", "devices", "nodes", "failures_per_node_day", "failures_source", "mttf_s", "step_s"),
     *("useful_s", "saved_bytes", "storage_bytes_per_s", "usd_per_device_hour", "spares", "nodes_in_repair"),
-    *("judged", "placement", "mttf", "mttf_source", "changes", "over_interval", "over_devices", "notes"),
+    *(
+        "recovery",
+        "recovery_sources",
+        "judged",
+        "placement",
+        "mttf",
+        "mttf_source",
+        "changes",
+        "over_interval",
+        "over_devices",
+        "notes",
+    ),
 }
 
 
@@ -96,6 +107,9 @@ def test_options_go_before_the_cluster(asked: Asked) -> None:
     assert told["failures_source"] == "assumed: set by the user"
     write_s = told["saved_bytes"] / (told["nodes"] * 1e8)
     assert told["judged"][1]["saving"]["durable_s"] == pytest.approx(write_s)
+    assert told["recovery"]["repair_s"] == 864000
+    assert told["recovery_sources"]["detect_s"] == "assumed: set by the user"
+    assert plain["recovery_sources"]["detect_s"].startswith("assumed: MegaScale")
     assert told["judged"][1]["saving"]["recover_s"] == pytest.approx(12 + write_s)
     assert told["nodes_in_repair"] == pytest.approx(10 * 0.1 * told["nodes"])
     assert told["placement"]["groups"] == {"4": 1}

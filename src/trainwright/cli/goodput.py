@@ -14,7 +14,7 @@ EXAMPLE = "Example: trainwright goodput run.toml --failure-rate 6.5 --restart-s 
 
 FailureRate = Annotated[
     float | None,
-    typer.Option(metavar="R", help="Failures in 1,000 days of one node; without it the cluster's."),
+    typer.Option(metavar="R", help="Failures in 1,000 days of one node; without it the cluster's own."),
 ]
 SvgFile = Annotated[
     Path | None,

@@ -44,13 +44,25 @@ def _failure_facts(found: Goodput) -> list[tuple[str, str]]:
     return [
         ("rate", rate),
         ("", f"({found.failures_source})"),
+        ("restart", _restart_text(found)),
         (
             "spares",
-            f"{found.spares:,} nodes are enough at 99% of moments; {found.nodes_in_repair:.1f} are in repair",
+            f"{found.spares:,} are enough at 99% of moments; {found.nodes_in_repair:.1f} nodes are in repair",
         ),
         ("state", f"{bytes_text(found.saved_bytes)}, {bytes_text(found.saved_bytes / found.devices)} a device"),
         ("storage", f"{scaled(found.storage_bytes_per_s, 'B/s')} from all nodes together"),
     ]
+
+
+def _restart_text(found: Goodput) -> str:
+    """Its parts, each with the kind of source that it has."""
+    recovery = found.recovery
+    parts = [
+        ("detect_s", f"noticed after {seconds_text(recovery.detect_s)}"),
+        ("restart_s", f"ready to load after {seconds_text(recovery.restart_s)} more"),
+        ("repair_s", f"a node is back after {seconds_text(recovery.repair_s)}"),
+    ]
+    return ", ".join(f"{text} ({found.recovery_sources[name].partition(':')[0]})" for name, text in parts)
 
 
 Table = tuple[list[tuple[str, str]], list[list[str]]]

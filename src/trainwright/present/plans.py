@@ -209,7 +209,7 @@ def failures_facts(plan: Prediction) -> list[tuple[str, str]]:
     if failing is None:
         return []
     totals = _totals_text(failing.gpu_hours, failing.days, failing.cost_usd)
-    often = f"one in {seconds_text(failing.mttf_s)}, saves every {seconds_text(failing.interval_s)} of work"
+    often = f"a failure every {seconds_text(failing.mttf_s)}, a save every {seconds_text(failing.interval_s)}"
     return [("", f"with failures: {totals}"), ("", f"({often}: {failing.ettr:.1%} of the time counts)")]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
+from trainwright.spec.recovery import Recovery
 from trainwright.spec.saving import Saving, SavingKind
 
 
@@ -157,6 +158,9 @@ class Goodput(Noun):
     nodes: Count
     failures_per_node_day: Positive
     failures_source: str
+    recovery: Recovery
+    recovery_sources: dict[str, str]
+    """Of its fields, each `kind: source`."""
     mttf_s: Positive
     step_s: Positive
     useful_s: Positive

@@ -75,7 +75,6 @@ def goodput(run: Run, step_s: float, question: GoodputQuestion, published: Publi
     mean_s, recovery = mttf_s(rate, nodes), recovery_of(cluster)
     ways = savings(cluster, num_bytes, devices, question.replicas)
     in_repair = nodes * rate * recovery.repair_s / SECONDS_PER_DAY
-    source = cluster.provenance_of("failures_per_device_day")
     notes = []
     if len(ways) == 2:
         notes.append(f"no memory tier: {question.replicas} replicas need as many nodes and a network")
@@ -85,7 +84,9 @@ def goodput(run: Run, step_s: float, question: GoodputQuestion, published: Publi
         devices=devices,
         nodes=nodes,
         failures_per_node_day=rate,
-        failures_source="" if source is None else f"{source.kind}: {source.source}",
+        failures_source=_source(cluster, "failures_per_device_day"),
+        recovery=recovery,
+        recovery_sources={name: _source(cluster, f"recovery.{name}") for name in type(recovery).model_fields},
         mttf_s=mean_s,
         step_s=step_s,
         useful_s=question.useful_s,
@@ -103,6 +104,11 @@ def goodput(run: Run, step_s: float, question: GoodputQuestion, published: Publi
         over_devices=_over_devices(cluster, num_bytes, devices, question.replicas),
         notes=tuple(notes),
     )
+
+
+def _source(cluster: ClusterSpec, field: str) -> str:
+    entry = cluster.provenance_of(field)
+    return "" if entry is None else f"{entry.kind}: {entry.source}"
 
 
 def _judged(run: Run, saving: Saving, mean_s: float, step_s: float, question: GoodputQuestion) -> Judged:
