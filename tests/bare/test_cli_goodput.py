@@ -151,6 +151,23 @@ def test_out_of_range_is_said_and_a_run_that_gets_nowhere_is_not_simulated(asked
     assert any("gets nowhere" in note for note in never["judged"][0]["notes"])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--failure-rate", "1e15", "--detect-s", "0"),
+        ("--failure-rate", "1e-12", "--interval-s", "1e-12"),
+        ("--interval-s", "1e15"),
+        ("--failure-rate", "1e6", "--storage-bytes-per-s", "1"),
+        ("--restart-s", "1e15", "--repair-s", "1e15", "--days", "1e-12"),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_extreme_values_have_an_answer(asked: Asked, options: tuple[str, ...]) -> None:
+    days = () if "--days" in options else ("--days", "30")
+    for way in asked("goodput", EXAMPLE, "--runs", "10", *days, *options)["judged"]:
+        assert 0 <= way["complete"] <= 1
+
+
 def test_one_node_has_no_memory_tier(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     plan = ("plan", "llama-local-6m", "--cluster", "local-cpu", "--gpus", "2", "--seq-len", "256")
@@ -171,6 +188,12 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     )
     assert "--restart-s=nan: must be a number from zero on" in complaint(
         capsys, "goodput", EXAMPLE, *days, "--restart-s", "nan"
+    )
+    assert "--days=1000001.0: must be at most 1,000,000" in complaint(
+        capsys, "goodput", EXAMPLE, "--days", "1000001"
+    )
+    assert "cluster.recovery.storage_bytes_per_s=1e-09: a save would take" in complaint(
+        capsys, "goodput", EXAMPLE, *days, "--storage-bytes-per-s", "1e-9"
     )
     assert "--days=inf" in complaint(capsys, "goodput", EXAMPLE, "--days", "inf")
     assert "--replicas=1: must be from 2 to 64" in complaint(capsys, "goodput", EXAMPLE, *days, "--replicas", "1")

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: trainwright goodput run.toml --failure-rate 6.5 --restart-s 60 --svg goodput.svg"
 
+MOST_DAYS = 1_000_000
+"""Of work: more is no training run."""
+
 FailureRate = Annotated[
     float | None,
     typer.Option(metavar="R", help="Failures in 1,000 days of one node; without it the cluster's own."),
@@ -90,6 +93,8 @@ def goodput(
     useful_days = days or prediction.days
     if useful_days is None:
         reject("--days", "none", "the run has no token budget; give --days, or --set budget.tokens=15.6e12")
+    if useful_days > MOST_DAYS:
+        reject("--days", useful_days, f"must be at most {MOST_DAYS:,}; give fewer, or a smaller budget")
     cluster = _told(
         catalogue.with_recovery(run.cluster),
         failure_rate,

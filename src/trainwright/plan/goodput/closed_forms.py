@@ -84,14 +84,17 @@ def two_tiers_s(saving: Saving, mttf_s: float, segment_s: float, every: int) -> 
     to_segment = share * (1 - fails_again) / settled
     to_storage = 1 - to_segment
     restart_s = mttf_s * math.expm1(saving.recover_s / mttf_s)
-    kept = 1 - fails * to_segment
+    passes = math.exp(-segment_s / mttf_s)
+    kept = passes + fails * to_storage
+    if kept == 0:
+        return math.inf
     a = (mttf_s * fails + fails * (away_s + to_storage * restart_s)) / kept
     falls_back = fails * to_storage / kept
     if falls_back <= 0:
         return every * a
     served = share / mttf_s
     lag_s = math.expm1(served * saving.durable_s) / served if served > 0 else saving.durable_s
-    log_rho = math.log1p(-falls_back)
+    log_rho = math.log1p(-falls_back) if falls_back < 0.5 else -segment_s / mttf_s - math.log(kept)
     return a * math.exp(-lag_s / segment_s * log_rho) * math.expm1(-every * log_rho) / falls_back
 
 

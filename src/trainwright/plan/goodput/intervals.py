@@ -31,6 +31,8 @@ def exact_s(mttf_s: float, blocked_s: float) -> float:
     ratio = blocked_s / mttf_s
     if ratio < 1e-8:
         return daly_s(mttf_s, blocked_s)  # the same to the last digits, without the cancellation below
+    if ratio > 30:
+        return mttf_s  # W is below the last digit of 1
     y = min(math.sqrt(2 * ratio), 1 - math.exp(-1 - ratio))
     for _ in range(100):
         step = (y + math.log1p(-y) + ratio) * (1 - y) / y

@@ -19,6 +19,9 @@ from trainwright.spec.saving import Saving
 MOST_MORE = 12
 """Further nodes lost while a recovery runs; of more the state counts as lost."""
 
+LONGEST_SAVE_S = 1e12
+"""Beyond it a bandwidth is a slip of the pen."""
+
 
 def saved_bytes(model: ModelSpec, recipe: Recipe) -> float:
     """Masters and moments of all parameters; Muon has one moment of what is in layers."""
@@ -62,6 +65,9 @@ def savings(cluster: ClusterSpec, num_bytes: float, devices: int, replicas: int)
     host = cluster.node.host_bytes_per_s or math.inf
     snapshot_s = share / min(recovery.snapshot_bytes_per_s, host)
     write_s = num_bytes / (nodes * recovery.storage_bytes_per_s)
+    if write_s > LONGEST_SAVE_S:
+        why = f"a save would take {write_s:.3g} s; raise it"
+        reject("cluster.recovery.storage_bytes_per_s", recovery.storage_bytes_per_s, why)
     away_s = recovery.detect_s + recovery.restart_s
     from_storage_s = away_s + write_s
     found = [

@@ -49,7 +49,7 @@ def play(saving: Saving, mttf_s: float, interval_s: float, useful_s: float, *, r
         done = worked_s >= needed_s
         wall_s[left] += np.where(done, restart_s[left] + needed_s, up_s)
         # Saves that are durable at the failure, in memory and in storage.
-        begun = np.maximum(worked_s, 0)
+        begun = np.clip(worked_s, 0, needed_s)
         kept = np.floor(np.maximum(begun - memory_lag_s, 0) / segment_s).astype(np.int64)
         written = np.floor(np.maximum(begun - saving.durable_s, 0) / segment_s).astype(np.int64)
         # What a failure cut short of a write to storage is written again from memory, from the restart on.
