@@ -215,7 +215,7 @@ def test_the_drawing_is_whole_and_the_same_each_time(tmp_path: Path, capsys: pyt
     text = one.read_text()
     assert text == two.read_text()
     assert text.rstrip().endswith("</svg>")
-    for words in ("work between two saves (s)", "devices, each at its best interval", "storage, beside steps"):
+    for words in ("work between two saves (s)", "devices, each at its best interval", "beside steps"):
         assert words in text
     assert "Replicas in memory" in capsys.readouterr().out
 

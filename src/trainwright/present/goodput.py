@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+WAYS = "Ways to save, to storage or to other nodes' memory"
+
 NEAR_LINE = 0.25
 """How far off its line a published point may be without a word."""
 
@@ -28,7 +30,7 @@ def goodput_view(found: Goodput) -> RenderableType:
     parts = [
         headline(f"{found.run_name} on {found.devices:,} x {found.device}, with failures", below),
         section("Failures", facts(_failure_facts(found))),
-        section("Ways to save", table(*_ways(found.judged)), bullets(_ways_notes(found))),
+        section(WAYS, table(*_ways(found.judged)), bullets(_ways_notes(found))),
         section("The whole run, simulated", *_whole(found)),
     ]
     if found.placement is not None:
@@ -112,7 +114,7 @@ def _every(judged: Judged) -> str:
 
 def _simulated(judged: Judged) -> str:
     seen = judged.simulated
-    return "-" if seen is None else f"{seen.ettr:.3%} ± {seen.ettr_error:.3%}"
+    return "-" if seen is None else f"{seen.ettr:.2%} ± {seen.ettr_error:.2%}"
 
 
 def _ways_notes(found: Goodput) -> list[str]:
@@ -123,7 +125,7 @@ def _ways_notes(found: Goodput) -> list[str]:
 
 
 def _whole(found: Goodput) -> list[RenderableType]:
-    columns = [("", "<"), ("failures", ">"), ("P10 days", ">"), ("P50", ">"), ("P90", ">"), ("device-hours", ">")]
+    columns = [("", "<"), ("failures", ">"), ("P10 days", ">"), ("P50", ">"), ("P90", ">")]
     priced = found.usd_per_s is not None
     columns += [("P10 USD", ">"), ("P50", ">"), ("P90", ">")] if priced else []
     days = found.useful_s / SECONDS_PER_DAY
@@ -134,7 +136,6 @@ def _whole(found: Goodput) -> list[RenderableType]:
             continue
         row = [SAVING_TEXT[each.saving.kind], f"{seen.failures:,.1f}"]
         row += [f"{seen.wall_s[name] / SECONDS_PER_DAY:,.1f}" for name in ("p10", "p50", "p90")]
-        row.append(count_text(seen.wall_s["p50"] * found.devices / 3600.0))
         row += (
             [count_text(each.usd(name, found.usd_per_s) or 0.0) for name in ("p10", "p50", "p90")]
             if priced

@@ -17,10 +17,11 @@ from trainwright.spec.base import Count, NonNegative, Noun, Probability
 SavingKind = Literal["synchronous", "asynchronous", "memory"]
 
 SAVING_TEXT: dict[SavingKind, str] = {
-    "synchronous": "storage, steps wait",
-    "asynchronous": "storage, beside steps",
-    "memory": "memory, then storage",
+    "synchronous": "steps wait",
+    "asynchronous": "beside steps",
+    "memory": "to memory",
 }
+"""As short as columns want them."""
 
 
 class Saving(Noun):
