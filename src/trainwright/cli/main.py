@@ -22,6 +22,7 @@ from trainwright.cli import (
     demo,
     diff,
     dryrun,
+    goodput,
     layout,
     memory,
     models,
@@ -38,7 +39,7 @@ from trainwright.cli.worker import BAD_INPUT, started_by_torchrun
 
 VERBS = (
     *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
+    *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -77,6 +78,7 @@ app.command("timeline", epilog=timeline.EXAMPLE)(timeline.timeline)
 app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
 app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
+app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
