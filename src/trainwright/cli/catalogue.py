@@ -22,6 +22,7 @@ from trainwright.spec.cluster import ClusterSpec, Provenance, numeric_fields
 from trainwright.spec.constants import Constant, Constants
 from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
 from trainwright.spec.hf import model_from_hf
+from trainwright.spec.kernels import KernelTable
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
 
@@ -87,6 +88,12 @@ def constants() -> tuple[Constant, ...]:
 def bands() -> Bands:
     """How measured step times lie about the planner's predictions."""
     return Bands.parse(_read_data("bands.toml"))
+
+
+@cache
+def kernels() -> KernelTable:
+    """What the names in a trace mean."""
+    return KernelTable.parse(_read_data("kernels.toml"))
 
 
 def software_names() -> list[str]:

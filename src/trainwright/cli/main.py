@@ -20,6 +20,7 @@ from trainwright.cli import (
     demo,
     diff,
     dryrun,
+    explain,
     layout,
     memory,
     models,
@@ -35,8 +36,19 @@ from trainwright.cli import (
 from trainwright.cli.worker import BAD_INPUT
 
 VERBS = (
-    *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
+    *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare"),
+    *(
+        "explain",
+        "calibrate",
+        "checkpoints",
+        "verify",
+        "trace",
+        "dryrun",
+        "validate",
+        "models",
+        "clusters",
+        "demo",
+    ),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -78,6 +90,7 @@ app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("trace", epilog=trace.EXAMPLE)(trace.trace)

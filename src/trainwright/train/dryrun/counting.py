@@ -164,7 +164,9 @@ class Counting(LiveBytes):
         self._operator = func._opname if not self._gathering else GATHERED
         if self._fake is None and "c10d" in func.namespace:
             keys = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-            self._sent_later += [self._references[key] for key in keys & self._references.keys() - self._born.keys()]
+            self._sent_later += [
+                self._references[key] for key in keys & self._references.keys() - self._born.keys()
+            ]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented and func.namespace == "aten":
             count = flops_of(func._opname, args, kwargs or {})

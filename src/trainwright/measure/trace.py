@@ -1,0 +1,146 @@
+"""A trace of torch.profiler (Chrome JSON) into steps, kernels and operators; checked to be one, and of this run.
+
+Fields are those that Kineto writes (github.com/pytorch/kineto, libkineto/src/output_json.cpp): complete events
+(`ph` X) with `ts` and `dur` in microseconds. On a GPU the category `kernel` (and `gpu_memcpy`, `gpu_memset`) has
+what the device ran; a kernel of NCCL has `Collective name`, `Group size`, `Process Group Description` and
+`Process Group Ranks` among its `args`. On a CPU the category `cpu_op` has operators, nested as they call one
+another, and gloo's collectives are annotations on threads of its own. `distributedInfo` names rank and world."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from trainwright.spec.errors import InvalidSpec, reject
+from trainwright.spec.run import Run
+from trainwright.spec.trace import METADATA, STEP
+
+EXPECTED = "expected is the Chrome JSON that torch.profiler exports (export_chrome_trace, or its trace handler)"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+UPDATE = "Optimizer.step#"
+"""The annotation that torch.optim makes around an update."""
+
+
+class Span(NamedTuple):
+    """An event, in seconds."""
+
+    start_s: float
+    end_s: float
+    name: str
+    thread: Any
+    """Of the program, or the device's stream."""
+    args: dict[str, Any]
+
+
+class Trace(NamedTuple):
+    """What is used of a trace."""
+
+    name: str
+    rank: int
+    steps: tuple[Span, ...]
+    """Whole ones, in order; of the device where it has some of its own."""
+    device: tuple[Span, ...]
+    """What a GPU ran; empty for a CPU."""
+    program: tuple[Span, ...]
+    """Operators and annotations of the thread that steps."""
+    transfers: tuple[Span, ...]
+    """Collectives of gloo."""
+    updates: tuple[Span, ...]
+    """Of the optimizer, on the device."""
+
+
+def parse_trace(text: str, name: str, run: Run) -> Trace:
+    """A trace of `run`. `InvalidSpec` where it is none, of another run, or has no whole step."""
+    document = _document(text, name)
+    events = document.get("traceEvents")
+    if not isinstance(events, list):
+        raise InvalidSpec(f"{name}: has no traceEvents; {EXPECTED}")
+    info = document.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    _require_same(document, info, name, run)
+    spans: dict[str, list[Span]] = {}
+    for event in events:
+        if isinstance(event, dict) and event.get("ph") == "X" and isinstance(event.get("cat"), str):
+            span = _span(event, name)
+            spans.setdefault(event["cat"].lower(), []).append(span)
+    annotations, on_gpu = spans.get("user_annotation", []), spans.get("gpu_user_annotation", [])
+    device = tuple(span for category in ON_DEVICE for span in spans.get(category, []))
+    steps = _steps(on_gpu) if device else ()
+    steps = steps or _steps(annotations)
+    if not steps:
+        seen = ", ".join(sorted(spans)) or "none"
+        why = (
+            f"no whole step (an annotation {STEP}N, which profiler.step() with a schedule makes) among its events"
+        )
+        raise InvalidSpec(f"{name}: {why} (categories: {seen}); {EXPECTED}, of some steps")
+    if not device and "cpu_op" not in spans:
+        raise InvalidSpec(f"{name}: has neither kernels nor operators; {EXPECTED}, with activities recorded")
+    main = steps[0].thread
+    return Trace(
+        name=name,
+        rank=info["rank"] if isinstance(info.get("rank"), int) else 0,
+        steps=steps,
+        device=device,
+        program=tuple(span for span in [*spans.get("cpu_op", []), *annotations] if span.thread == main),
+        transfers=tuple(span for span in annotations if span.name.startswith("gloo:")),
+        updates=tuple(span for span in on_gpu if span.name.startswith(UPDATE)),
+    )
+
+
+def _document(text: str, name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        at = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+        ended = not text.rstrip().endswith(("}", "]"))
+        why = "ends early, as if its writer had been stopped: record it again" if ended else EXPECTED
+        raise InvalidSpec(
+            f"{name}: is not whole JSON{at}; it {why}" if ended else f"{name}: not JSON{at}; {why}"
+        ) from None
+    if isinstance(document, list):
+        return {"traceEvents": document}
+    if not isinstance(document, dict):
+        raise InvalidSpec(f"{name}: is no trace; {EXPECTED}")
+    return document
+
+
+def _require_same(document: dict[str, Any], info: dict[str, Any], name: str, run: Run) -> None:
+    """Refuse a trace of another run: of another hash where it has one, else of another number of ranks."""
+    marked = document.get(METADATA)
+    if marked is not None and marked != run.hash:
+        reject(
+            "run_hash",
+            marked,
+            f"{name} is of another run than the run file, {run.hash}; name that run's with --run",
+        )
+    world = info.get("world_size")
+    if isinstance(world, int) and world != run.layout.world:
+        why = (
+            f"{name} is of another run than the run file, of {run.layout.world} ranks; name that run's with --run"
+        )
+        reject("world_size", world, why)
+
+
+def _span(event: dict[str, Any], name: str) -> Span:
+    start, length, args = event.get("ts"), event.get("dur", 0), event.get("args")
+    if not _is_number(start) or not _is_number(length) or length < 0:
+        raise InvalidSpec(
+            f"{name}: ts={start!r}, dur={length!r} of {event.get('name')!r} are no microseconds; {EXPECTED}"
+        )
+    place = (event.get("pid"), event.get("tid"))
+    return Span(
+        start * 1e-6,
+        (start + length) * 1e-6,
+        str(event.get("name")),
+        place,
+        args if isinstance(args, dict) else {},
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _steps(annotations: Iterable[Span]) -> tuple[Span, ...]:
+    found = [span for span in annotations if re.fullmatch(f"{STEP}\\d+", span.name) and span.end_s > span.start_s]
+    return tuple(sorted(found))
