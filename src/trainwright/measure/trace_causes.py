@@ -134,6 +134,8 @@ class Axes:
                 set, self._layout.expert_groups() if axis == "ep" else self._layout.groups(axis)
             ):
                 return axis
+        if "dp" in self._used and any(group > set(each) for each in self._layout.groups("dp")):
+            return "dp"  # data parallelism over the ranks of cp, or of tp, too
         if collective == "send_receive" and "pp" in self._used:
             return "pp"
         if collective == "all_to_all" and "ep" in self._used:
@@ -165,23 +167,24 @@ def _of_program(
     is_marked = any(span.name.startswith(CAUSE) for span in trace.program)
     seconds: Counter[str] = Counter()
     exposed: list[Interval] = []
+    idle: list[Interval] = []
     for start_s, end_s, stack in _moments(trace.program, window):
         kind = _kind(stack, table, alone)
-        if kind == "idle" and not is_marked:
-            inside = _cut(transfers, (start_s, end_s))
-            seconds[alone] += _union_s(inside)
-            seconds["idle"] += end_s - start_s - _union_s(inside)
-            exposed += inside
-            continue
         seconds[kind] += end_s - start_s
         if kind in COMMUNICATION or kind == "unnamed":
             exposed.append((start_s, end_s))
-    visible_s = sum(_union_s(_cut(transfers, each)) for each in _merged(exposed))
+        elif kind == "idle":
+            idle.append((start_s, end_s))
+    hidden_s = _union_s(transfers) - _common_s(transfers, _merged(exposed))
+    if not is_marked:
+        waited_s = _common_s(transfers, _merged(idle))
+        seconds.update({alone: waited_s, "idle": -waited_s})
+        hidden_s -= waited_s
     collectives: Counter[str] = Counter()
     for span in trace.transfers:
         for start_s, end_s in _cut([(span.start_s, span.end_s)], window):
             collectives[table.collective_of(span.name)] += end_s - start_s
-    return seconds, Counter({alone: max(_union_s(transfers) - visible_s, 0.0)}), collectives
+    return seconds, Counter({alone: hidden_s}), collectives
 
 
 def _kind(stack: Sequence[str], table: KernelTable, alone: str) -> str:
@@ -242,6 +245,19 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append((start, end))
     return found
+
+
+def _common_s(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """Seconds that are in both; each has intervals that don't touch, in order."""
+    common_s, at = 0.0, 0
+    for start, end in left:
+        while at < len(right) and right[at][1] <= start:
+            at += 1
+        further = at
+        while further < len(right) and right[further][0] < end:
+            common_s += min(end, right[further][1]) - max(start, right[further][0])
+            further += 1
+    return common_s
 
 
 def _union_s(intervals: Iterable[Interval]) -> float:

@@ -5,7 +5,7 @@ from rich.console import Group, RenderableType
 from trainwright.present.fronts import degrees_text
 from trainwright.present.parts import bullets, facts, headline, section, table
 from trainwright.spec.answers import Prediction
-from trainwright.spec.explanation import CauseGap, Explanation, LogFit
+from trainwright.spec.explanation import Explanation, LogFit
 from trainwright.spec.model import CONVENTION_TEXT
 from trainwright.spec.units import bytes_text, scaled, seconds_text
 
@@ -18,6 +18,9 @@ COLUMNS = [
     ("points", ">"),
     ("points", ">"),
 ]
+
+LEAST_SHARE = 5e-4
+"""Of the step: smaller causes have no line."""
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:
@@ -42,12 +45,11 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         headline(f"{found.run_name} ({found.run_hash}): where the MFU went"),
         section(f"The run; seen: {found.seen.source}, {found.seen.steps} steps", facts(rows)),
         section(
-            "By cause, what took most beyond its prediction first; points of MFU predicted, seen", _table(found)
+            "By cause, what took most beyond its prediction first; points of MFU: predicted, seen", _table(found)
         ),
     ]
-    advice = [text for each in found.causes for text in _advice(each)]
-    helps = advice or ["no change of the run's fields that was tried makes the predicted step 1% shorter"]
-    parts.append(section("What to try, by what the planner says it saves", bullets(helps)))
+    helps = _advice(found) or ["no change of the run's fields that was tried makes the predicted step 1% shorter"]
+    parts.append(section("What to try, as the planner says", bullets(helps)))
     if found.seen.collectives:
         kinds = sorted(found.seen.collectives.items(), key=lambda item: -item[1])
         parts.append(
@@ -72,6 +74,7 @@ def _table(found: Explanation) -> RenderableType:
             f"{-100 * found.lost(each, seen=True):+.2f}",
         ]
         for each in found.causes
+        if max(each.seen_s, each.predicted_s) > LEAST_SHARE * found.seen.step_s
     ]
     other = [f"{-100 * found.other(seen=seen):+.2f}" for seen in (False, True)]
     rows.append(["counted beside computed", "", "", "", "", *other])
@@ -80,8 +83,15 @@ def _table(found: Explanation) -> RenderableType:
     return table(COLUMNS, rows)
 
 
-def _advice(cause: CauseGap) -> list[str]:
-    return [f"{cause.name}: {each.text} ({each.saves:.1%} of the step)" for each in cause.tries]
+def _advice(found: Explanation) -> list[str]:
+    """Every change once, beside the first cause that it is tried against."""
+    said: dict[str, str] = {}
+    for cause in found.causes:
+        for each in cause.tries:
+            said.setdefault(
+                each.text, f"{cause.name}: {each.text}; the predicted step is {each.saves:.1%} shorter"
+            )
+    return list(said.values())
 
 
 def log_fit_view(fit: LogFit) -> RenderableType:

@@ -65,7 +65,9 @@ class KernelTable(Noun):
 
     def known_kind(self, name: str) -> Kind | None:
         """The same; None where no rule knows it."""
-        return next((kind for pattern, kind in self._kernels if pattern.search(name)), None)
+        if name not in self._kinds:  # a trace has few names, many times
+            self._kinds[name] = next((kind for pattern, kind in self._kernels if pattern.search(name)), None)
+        return self._kinds[name]
 
     def collective_of(self, name: str) -> Collective:
         """Which collective a name is of."""
@@ -74,6 +76,10 @@ class KernelTable(Noun):
     def axis(self, description: str) -> TraceAxis | None:
         """The axis that a group's description names."""
         return next((axis for pattern, axis in self._groups if pattern.search(description)), None)
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kind | None]:
+        return {}
 
     @cached_property
     def _kernels(self) -> list[tuple[re.Pattern[str], Kind]]:

@@ -44,8 +44,8 @@ class Recorders:
         self._profiler: profile | None = None
 
     def slows(self, step: int) -> bool:
-        """Whether any rank profiles this step, which all then wait for."""
-        return self._on_all is not None and step in self._on_all
+        """Whether any rank profiles this step, or has just written what it profiled, which all then wait for."""
+        return self._on_all is not None and self._on_all.first <= step <= self._on_all.last + 1
 
     def around(self, step: int) -> AbstractContextManager[object]:
         """Around the body of a step; begins what begins with it."""
