@@ -33,10 +33,10 @@ def run() -> Run:
 def megatron(iteration: int, ms: float, batch: int) -> str:
     return (
         f" [2024-04-06 02:59:36] iteration {iteration:8d}/     100 | consumed samples: 5504 | elapsed time "
-        f"per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.600000E-06 | "
-        f"global batch size: {batch:5d} | lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 "
-        "| loss scale: 1.0 | grad norm: 1.426 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan "
-        "iterations:   0 |"
+        f"per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.6E-06 | "
+        f"global batch size: {batch} | lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 "
+        "| loss scale: 1.0 | grad norm: 1.426 | num zeros: 0.0 | number of skipped iterations:   0 | number of "
+        "nan iterations:   0 |"
     )
 
 

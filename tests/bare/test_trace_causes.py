@@ -172,6 +172,8 @@ def test_a_cpu_without_our_annotations(example: Run) -> None:
     ("text", "said"),
     [
         (trace([step(1, 0, 10), kernel(MATMUL, 0, 5)])[:-40], "ends early, as if its writer had been stopped"),
+        (trace([step(1, 0, 10), kernel(MATMUL, 0, 5)])[:-1], "ends early, as if its writer had been stopped"),
+        (trace([step(1, 0, 10), kernel(MATMUL, 0, 5)])[:-2], "ends early, as if its writer had been stopped"),
         ("{}", "has no traceEvents; expected is the Chrome JSON"),
         ('{"traceEvents": 3}', "has no traceEvents"),
         ("[1, 2]", "no whole step"),

@@ -90,13 +90,16 @@ def parse_trace(text: str, name: str, run: Run) -> Trace:
 def _document(text: str, name: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        at = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-        ended = not text.rstrip().endswith(("}", "]"))
-        why = "ends early, as if its writer had been stopped: record it again" if ended else EXPECTED
-        raise InvalidSpec(
-            f"{name}: is not whole JSON{at}; it {why}" if ended else f"{name}: not JSON{at}; {why}"
-        ) from None
+    except RecursionError:
+        raise InvalidSpec(f"{name}: not JSON: nested too deeply; {EXPECTED}") from None
+    except json.JSONDecodeError as error:
+        # What is cut off is found wrong where it ends, or ends in the middle of something.
+        if error.pos >= len(text.rstrip()) or not text.rstrip().endswith(("}", "]")):
+            why = "ends early, as if its writer had been stopped; record or copy it again"
+            raise InvalidSpec(f"{name}: not whole JSON (line {error.lineno}): it {why}") from None
+        raise InvalidSpec(f"{name}: not JSON (line {error.lineno}): {error.msg}; {EXPECTED}") from None
+    except ValueError:  # an integer of more digits than Python converts
+        raise InvalidSpec(f"{name}: not JSON: a number of too many digits; {EXPECTED}") from None
     if isinstance(document, list):
         return {"traceEvents": document}
     if not isinstance(document, dict):

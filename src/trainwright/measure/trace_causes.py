@@ -21,6 +21,8 @@ from trainwright.spec.trace import CAUSE
 FIRST = ("matmul", "attention", "elementwise", "optimizer", *COMMUNICATION, "unnamed", "copies")
 """Whose moment it is where several run."""
 COMPUTE = ("matmul", "attention", "elementwise")
+NOISE_S = 1e-9
+"""Times have nanoseconds."""
 WAITED = {"bubble": "pp", "data": "idle", "host": "idle"}
 """Causes of our clock by those of a trace; the others keep their names."""
 
@@ -46,7 +48,7 @@ def seen_step(trace: Trace, run: Run, table: KernelTable) -> SeenStep:
         source=f"trace of rank {trace.rank}, steps {numbers}",
         steps=count,
         seconds=by_cause,
-        hidden={axis: value / count for axis, value in hidden.items() if value > 0},
+        hidden={axis: value / count for axis, value in hidden.items() if value > NOISE_S},
         collectives={kind: value / count for kind, value in collectives.items()},
         notes=tuple(notes),
     )

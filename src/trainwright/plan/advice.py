@@ -64,8 +64,8 @@ def _smaller_micro_batch(run: Run) -> Iterator[Change]:
 def _lighter_recompute(run: Run) -> Iterator[Change]:
     if run.recipe.recompute != "none":
         yield {"recipe.recompute": "none"}
-    if run.recipe.recompute == "full":
-        yield {"recipe.recompute": "selective", "recipe.recompute_layers": None}
+    if run.recipe.recompute == "full" and run.recipe.recompute_layers is None:
+        yield {"recipe.recompute": "selective"}
 
 
 def _faster_compute(run: Run) -> Iterator[Change]:

@@ -121,6 +121,10 @@ def log_fit_view(fit: LogFit) -> RenderableType:
             bullets([*fit.unidentified, "causes: a trace or a run's own telemetry has them"]),
         ),
         section("The run, and the fastest plan of as many devices, both by the fitted constants", _plans(fit)),
+        section(
+            f"MFU of {scaled(fit.after.peak_flops_per_s, 'FLOP/s')} (dense {fit.after.peak_format} peak): "
+            f"{CONVENTION_TEXT[fit.after.convention]}"
+        ),
     ]
     if fit.notes:
         parts.append(section("Notes", bullets(fit.notes)))

@@ -56,7 +56,7 @@ class StepRecord(Noun):
     """As the planner counts it, with full attention, against the dense peak of the precision's number format; 0
     where the cluster has no such peak."""
     hfu: NonNegative = 0.0
-    """The same with recomputed FLOPs counted as work; 0 where nobody said how many those are."""
+    """The same with recomputed FLOPs, as the planner counts them, counted as work."""
     flops_per_s: NonNegative = 0.0
     """Of one device, as mfu counts them."""
     grad_norm: float
