@@ -37,15 +37,16 @@ def seen_step(trace: Trace, run: Run, table: KernelTable) -> SeenStep:
     parts = {name: sum(seconds.get(part, 0.0) for part in COMPUTE) for name in [RECOMPUTED] if recomputes}
     names = trace_causes(recomputes)
     by_cause = {name: parts.get(name, seconds.get(name, 0.0)) / count for name in names}
-    numbers = f"{trace.steps[0].name.partition('#')[2]} to {trace.steps[-1].name.partition('#')[2]}"
-    notes = [f"the trace is of rank {trace.rank} alone"] if run.layout.world > 1 else []
+    first, last = (trace.steps[at].name.partition("#")[2] for at in (0, -1))
+    numbers = f"steps {first} to {last}" if count > 1 else f"step {first}"
+    notes = [f"seen: rank {trace.rank} alone; predicted: the busiest stage"] if run.layout.world > 1 else []
     if recomputes:
         kinds = ", ".join(f"{kind} {seconds.get(kind, 0.0) / count:.4g} s" for kind in COMPUTE)
         notes.append(f"of the compute, first or again: {kinds}")
     if by_cause["unnamed"]:
         notes.append("unnamed: collectives whose group neither its description nor its ranks tell the axis of")
     return SeenStep(
-        source=f"trace of rank {trace.rank}, steps {numbers}",
+        source=f"trace of rank {trace.rank}, {numbers}",
         steps=count,
         seconds=by_cause,
         hidden={axis: value / count for axis, value in hidden.items() if value > NOISE_S},

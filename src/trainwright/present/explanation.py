@@ -43,7 +43,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     ]
     parts = [
         headline(f"{found.run_name} ({found.run_hash}): where the MFU went"),
-        section(f"The run; seen: {found.seen.source}, {found.seen.steps} steps", facts(rows)),
+        section(f"The run; seen: {found.seen.source} ({_count(found.seen.steps)})", facts(rows)),
         section(
             "By cause, what took most beyond its prediction first; points of MFU: predicted, seen", _table(found)
         ),
@@ -60,6 +60,10 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     if found.seen.notes:
         parts.append(section("Notes", bullets(found.seen.notes)))
     return Group(*parts)
+
+
+def _count(steps: int) -> str:
+    return f"{steps} step{'s' if steps > 1 else ''}"
 
 
 def _table(found: Explanation) -> RenderableType:
