@@ -1,8 +1,6 @@
 """`trainwright explain`: where the MFU of a finished run went, from what it left: its directory, a trace, or a
 log."""
 
-import gzip
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,6 +201,9 @@ def _is_json(path: Path, text: str) -> bool:
 
 def _read(path: Path) -> str:
     """The text of a trace or log, unpacked where it is gzipped; `InvalidSpec` where it can't be read."""
+    import gzip
+    import zlib
+
     from trainwright.spec.errors import InvalidSpec
 
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from trainwright.measure.fit import Problem, fit
-from trainwright.spec.cluster import ClusterSpec, Provenance
+from trainwright.spec.cluster import ClusterSpec, Format, Provenance
 from trainwright.spec.constants import Constant
 from trainwright.spec.explanation import FittedConstant, LogSteps
 
@@ -76,7 +76,7 @@ def scaled(cluster: ClusterSpec, factors: Mapping[str, float], lines: int = 0) -
     changes: dict[str, object] = {}
     if COMPUTE in factors:
         factor = factors[COMPUTE]
-        formats = [*rates.matmul, *(fmt for fmt in rates.sustained if fmt not in rates.matmul)]
+        formats: list[Format] = [*rates.matmul, *(fmt for fmt in rates.sustained if fmt not in rates.matmul)]
         changes["sustained"] = {fmt: rates.sustained.get(fmt, 1.0) * factor for fmt in formats}
         changes["attention_sustained"] = rates.attention_sustained * factor
     if COMMUNICATION in factors:

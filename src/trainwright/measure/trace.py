@@ -126,7 +126,7 @@ def _require_same(document: dict[str, Any], info: dict[str, Any], name: str, run
 
 def _span(event: dict[str, Any], name: str) -> Span:
     start, length, args = event.get("ts"), event.get("dur", 0), event.get("args")
-    if not _is_number(start) or not _is_number(length) or length < 0:
+    if not isinstance(start, (int, float)) or not isinstance(length, (int, float)) or length < 0:
         raise InvalidSpec(
             f"{name}: ts={start!r}, dur={length!r} of {event.get('name')!r} are no microseconds; {EXPECTED}"
         )
@@ -138,10 +138,6 @@ def _span(event: dict[str, Any], name: str) -> Span:
         place,
         args if isinstance(args, dict) else {},
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _steps(annotations: Iterable[Span]) -> tuple[Span, ...]:

@@ -7,14 +7,14 @@ names the cause (without one, a moment without operators in which gloo communica
 operator that is known the kind of compute."""
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from trainwright.measure.trace import Span, Trace
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.explanation import COMMUNICATION, RECOMPUTED, SeenStep, trace_causes
 from trainwright.spec.kernels import KernelTable
-from trainwright.spec.layout import Layout
+from trainwright.spec.layout import AXES, Layout
 from trainwright.spec.run import Run
 from trainwright.spec.trace import CAUSE
 
@@ -27,6 +27,7 @@ WAITED = {"bubble": "pp", "data": "idle", "host": "idle"}
 """Causes of our clock by those of a trace; the others keep their names."""
 
 Interval = tuple[float, float]
+Seconds = defaultdict[str, float]
 
 
 def seen_step(trace: Trace, run: Run, table: KernelTable) -> SeenStep:
@@ -58,13 +59,11 @@ def seen_step(trace: Trace, run: Run, table: KernelTable) -> SeenStep:
 # GPU
 
 
-def _of_device(
-    trace: Trace, run: Run, table: KernelTable, window: Interval
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
+def _of_device(trace: Trace, run: Run, table: KernelTable, window: Interval) -> tuple[Seconds, Seconds, Seconds]:
     updates = sorted(_cut([(span.start_s, span.end_s) for span in trace.updates], window))
     axes = Axes(run.layout, table)
     marked: list[tuple[float, float, str]] = []
-    collectives: Counter[str] = Counter()
+    collectives = Seconds(float)
     for span in trace.device:
         start_s, end_s = max(span.start_s, window[0]), min(span.end_s, window[1])
         if end_s <= start_s:
@@ -82,23 +81,20 @@ def _of_device(
             f"{trace.name}: its steps have no kernels on the device; record kernels and steps together"
         )
     seconds = shared_out(marked, window)
-    hidden = Counter(
-        {
-            axis: _union_s([(a, b) for a, b, kind in marked if kind == axis]) - seconds[axis]
-            for axis in COMMUNICATION
-        }
-    )
+    hidden = Seconds(float)
+    for axis in COMMUNICATION:
+        hidden[axis] = _union_s([(start, end) for start, end, kind in marked if kind == axis]) - seconds[axis]
     return seconds, hidden, collectives
 
 
-def shared_out(marked: Sequence[tuple[float, float, str]], window: Interval) -> Counter[str]:
+def shared_out(marked: Sequence[tuple[float, float, str]], window: Interval) -> Seconds:
     """Seconds of a window by kind, each moment given to the first of `FIRST` that runs; the rest is idle."""
     place = {kind: at for at, kind in enumerate(FIRST)}
     borders = sorted(
         [(start, 1, place[kind]) for start, _, kind in marked]
         + [(end, -1, place[kind]) for _, end, kind in marked]
     )
-    running, seconds, now = [0] * len(FIRST), Counter[str](), window[0]
+    running, seconds, now = [0] * len(FIRST), Seconds(float), window[0]
     for at, change, kind in borders:
         if at > now:
             on = next((name for name, count in zip(FIRST, running, strict=True) if count), "idle")
@@ -113,8 +109,12 @@ class Axes:
     """Which axis of the layout a collective is of: by its group's description, its ranks, its size, its kind."""
 
     def __init__(self, layout: Layout, table: KernelTable) -> None:
-        self._layout, self._table = layout, table
-        self._used = [axis for axis in COMMUNICATION if layout.degree(axis) > 1]
+        self._table = table
+        groups = {axis: layout.groups(axis) for axis in AXES if axis in used_degrees(layout)}
+        self._groups: dict[str, tuple[tuple[int, ...], ...]] = {**groups}
+        if layout.ep > 1:
+            self._groups["ep"] = layout.expert_groups()
+        self._degrees = used_degrees(layout)
         self._known: dict[tuple[str, str, str, str], str] = {}
 
     def of(self, span: Span, collective: str) -> str:
@@ -128,25 +128,30 @@ class Axes:
         return self._known[key]
 
     def _find(self, described: str, ranks: str, size: str, collective: str) -> str:
+        used = self._degrees
         named = self._table.axis(described)
-        if named in self._used:
+        if named in used:
             return named
         group = _ranks(ranks)
-        for axis in self._used:
-            if group and group in map(
-                set, self._layout.expert_groups() if axis == "ep" else self._layout.groups(axis)
-            ):
+        for axis in used:
+            if group and group in map(set, self._groups[axis]):
                 return axis
-        if "dp" in self._used and any(group > set(each) for each in self._layout.groups("dp")):
+        if any(group > set(each) for each in self._groups.get("dp", ())):
             return "dp"  # data parallelism over the ranks of cp, or of tp, too
-        if collective == "send_receive" and "pp" in self._used:
+        if collective == "send_receive" and "pp" in used:
             return "pp"
-        if collective == "all_to_all" and "ep" in self._used:
+        if collective == "all_to_all" and "ep" in used:
             return "ep"
-        fitting = [axis for axis in self._used if str(self._layout.degree(axis)) == size]
+        fitting = [axis for axis, degree in used.items() if str(degree) == size]
         if len(fitting) == 1:
             return fitting[0]
-        return self._used[0] if len(self._used) == 1 else "unnamed"
+        return next(iter(used)) if len(used) == 1 else "unnamed"
+
+
+def used_degrees(layout: Layout) -> dict[str, int]:
+    """Degrees above 1, by axis."""
+    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
 def _ranks(text: str) -> set[int]:
@@ -161,14 +166,12 @@ def _ranks(text: str) -> set[int]:
 # CPU
 
 
-def _of_program(
-    trace: Trace, run: Run, table: KernelTable, window: Interval
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
+def _of_program(trace: Trace, run: Run, table: KernelTable, window: Interval) -> tuple[Seconds, Seconds, Seconds]:
     transfers = _merged(_cut([(span.start_s, span.end_s) for span in trace.transfers], window))
-    used = [axis for axis in COMMUNICATION if run.layout.degree(axis) > 1]
-    alone = used[0] if len(used) == 1 else "unnamed"
+    used = used_degrees(run.layout)
+    alone = next(iter(used)) if len(used) == 1 else "unnamed"
     is_marked = any(span.name.startswith(CAUSE) for span in trace.program)
-    seconds: Counter[str] = Counter()
+    seconds = Seconds(float)
     exposed: list[Interval] = []
     idle: list[Interval] = []
     for start_s, end_s, stack in _moments(trace.program, window):
@@ -181,13 +184,14 @@ def _of_program(
     hidden_s = _union_s(transfers) - _common_s(transfers, _merged(exposed))
     if not is_marked:
         waited_s = _common_s(transfers, _merged(idle))
-        seconds.update({alone: waited_s, "idle": -waited_s})
+        seconds[alone] += waited_s
+        seconds["idle"] -= waited_s
         hidden_s -= waited_s
-    collectives: Counter[str] = Counter()
+    collectives = Seconds(float)
     for span in trace.transfers:
         for start_s, end_s in _cut([(span.start_s, span.end_s)], window):
             collectives[table.collective_of(span.name)] += end_s - start_s
-    return seconds, Counter({alone: hidden_s}), collectives
+    return seconds, Seconds(float, {alone: hidden_s}), collectives
 
 
 def _kind(stack: Sequence[str], table: KernelTable, alone: str) -> str:

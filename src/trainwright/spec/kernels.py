@@ -71,7 +71,10 @@ class KernelTable(Noun):
 
     def collective_of(self, name: str) -> Collective:
         """Which collective a name is of."""
-        return next((each for pattern, each in self._collectives if pattern.search(name)), "other")
+        for pattern, collective in self._collectives:
+            if pattern.search(name):
+                return collective
+        return "other"
 
     def axis(self, description: str) -> TraceAxis | None:
         """The axis that a group's description names."""
