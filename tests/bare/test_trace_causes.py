@@ -181,6 +181,7 @@ def test_a_cpu_without_our_annotations(example: Run) -> None:
         (trace([step(1, 0, 10)]), "has neither kernels nor operators"),
         (trace([step(1, 0, 10), kernel(MATMUL, 50, 5)]), "its steps have no kernels on the device"),
         (trace([step(1, 0, 10), {**kernel(MATMUL, 0, 5), "ts": "x"}]), "ts='x', dur=5"),
+        (trace([step(1, 0, 10), {**kernel(MATMUL, 0, 5), "dur": float("nan")}]), "ts=0, dur=nan"),
         (trace([step(1, 0, 10)], trainwright_run_hash="0123456789ab"), "is of another run than the run file"),
         (trace([step(1, 0, 10)], distributedInfo={"world_size": 8}), "world_size=8"),
         ("{" + "[" * 100_000, "not"),

@@ -7,6 +7,7 @@ what the device ran; a kernel of NCCL has `Collective name`, `Group size`, `Proc
 another, and gloo's collectives are annotations on threads of its own. `distributedInfo` names rank and world."""
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -126,7 +127,8 @@ def _require_same(document: dict[str, Any], info: dict[str, Any], name: str, run
 
 def _span(event: dict[str, Any], name: str) -> Span:
     start, length, args = event.get("ts"), event.get("dur", 0), event.get("args")
-    if not isinstance(start, (int, float)) or not isinstance(length, (int, float)) or length < 0:
+    numbers = isinstance(start, (int, float)) and isinstance(length, (int, float))
+    if not numbers or not math.isfinite(start + length) or length < 0:
         raise InvalidSpec(
             f"{name}: ts={start!r}, dur={length!r} of {event.get('name')!r} are no microseconds; {EXPECTED}"
         )
