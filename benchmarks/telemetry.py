@@ -35,7 +35,7 @@ from trainwright.train.telemetry import Telemetry
 
 MARK = 1.01
 WARM_UP = 4
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+SEQ_LEN, GLOBAL_BATCH = 128, 4
 LOOP = 20_000
 
 
@@ -44,7 +44,7 @@ def run_of(layout: str, ranks: int) -> Run:
     recipe = {
         "seq_len": SEQ_LEN,
         "global_batch": GLOBAL_BATCH,
-        "micro_batch": 2,
+        "micro_batch": 1,
         "precision": "fp32",
         "zero": 3 if layout == "dp" and ranks > 1 else 0,
     }
@@ -61,7 +61,7 @@ def measure(run: Run, steps: int, directory: Path) -> dict[str, float] | None:
         trainer = parallelize(run, mesh, clock)
         per_rank = GLOBAL_BATCH // run.layout.dp
         tokens = torch.randint(4096, (per_rank, SEQ_LEN + 1))
-        inputs, targets = tokens[:, :-1].contiguous().split(2), tokens[:, 1:].contiguous().split(2)
+        inputs, targets = tokens[:, :-1].contiguous().split(1), tokens[:, 1:].contiguous().split(1)
         batch = Batch(list(inputs), list(targets), GLOBAL_BATCH * SEQ_LEN)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         changes = 0
