@@ -18,6 +18,7 @@ from trainwright.spec.trace import METADATA, STEP
 
 EXPECTED = "expected is the Chrome JSON that torch.profiler exports (export_chrome_trace, or its trace handler)"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+GLOO = "gloo:"
 UPDATE = "Optimizer.step#"
 """The annotation that torch.optim makes around an update."""
 
@@ -77,13 +78,15 @@ def parse_trace(text: str, name: str, run: Run) -> Trace:
     if not device and "cpu_op" not in spans:
         raise InvalidSpec(f"{name}: has neither kernels nor operators; {EXPECTED}, with activities recorded")
     main = steps[0].thread
+    # gloo's annotations of sends last until they have left, so that they are open beside what the program does.
+    mine = [span for span in annotations if not span.name.startswith(GLOO)]
     return Trace(
         name=name,
         rank=info["rank"] if isinstance(info.get("rank"), int) else 0,
         steps=steps,
         device=device,
-        program=tuple(span for span in [*spans.get("cpu_op", []), *annotations] if span.thread == main),
-        transfers=tuple(span for span in annotations if span.name.startswith("gloo:")),
+        program=tuple(span for span in [*spans.get("cpu_op", []), *mine] if span.thread == main),
+        transfers=tuple(span for span in annotations if span.name.startswith(GLOO)),
         updates=tuple(span for span in on_gpu if span.name.startswith(UPDATE)),
     )
 

@@ -8,7 +8,7 @@ operator that is known the kind of compute."""
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from trainwright.measure.trace import Span, Trace
 from trainwright.spec.errors import InvalidSpec
@@ -201,7 +201,7 @@ def _kind(stack: Sequence[str], table: KernelTable, alone: str) -> str:
         return WAITED.get(cause, cause)
     known = next((kind for kind in map(table.known_kind, reversed(stack)) if kind), None)
     if known == "communication":
-        return alone
+        return "dp" if any(name.startswith("FSDP::") for name in stack) else alone
     if known is not None:
         return known
     return "elementwise" if any(name.startswith("aten::") for name in stack) else "idle"
@@ -211,27 +211,22 @@ def _moments(spans: Iterable[Span], window: Interval) -> Iterable[tuple[float, f
     """The window in pieces, each with the names that are open, the innermost last."""
     open_spans: list[Span] = []
     now = window[0]
+
+    def until(at_s: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
+        """Pieces up to a time, at which spans end that have ended by then."""
+        nonlocal now, open_spans
+        while now < at_s:
+            done_s = min([at_s, *(span.end_s for span in open_spans)])
+            if done_s > now:
+                yield now, done_s, tuple(span.name for span in open_spans)
+                now = done_s
+            open_spans = [span for span in open_spans if span.end_s > now]
+
     for span in sorted(spans, key=lambda each: (each.start_s, -each.end_s)):
-        if span.end_s <= window[0] or span.start_s >= window[1]:
-            continue
-        while open_spans and open_spans[-1].end_s <= span.start_s:
-            done = open_spans[-1].end_s
-            if done > now:
-                yield now, done, tuple(each.name for each in open_spans)
-                now = done
-            open_spans.pop()
-        if span.start_s > now:
-            yield now, span.start_s, tuple(each.name for each in open_spans)
-            now = span.start_s
-        open_spans.append(span)
-    while open_spans:
-        done = min(open_spans[-1].end_s, window[1])
-        if done > now:
-            yield now, done, tuple(each.name for each in open_spans)
-            now = done
-        open_spans.pop()
-    if window[1] > now:
-        yield now, window[1], ()
+        if window[0] < span.end_s and span.start_s < window[1]:
+            yield from until(span.start_s)
+            open_spans.append(span)
+    yield from until(window[1])
 
 
 # Intervals
