@@ -4,7 +4,8 @@ On a GPU every moment of a step belongs to one cause: to compute where a kernel 
 else to copies, else it is idle; of kinds that run at once, to the first of `FIRST`. Communication that runs
 beside compute is hidden. On a CPU the thread that steps says what it does at each moment: the clock's annotation
 names the cause (without one, a moment without operators in which gloo communicates is exposed), the innermost
-operator that is known the kind of compute."""
+operator that is known the kind of compute; what starts a collective is communication too.
+"""
 
 import json
 from collections import defaultdict
