@@ -129,20 +129,22 @@ def _require_same(document: dict[str, Any], info: dict[str, Any], name: str, run
 
 
 def _span(event: dict[str, Any], name: str) -> Span:
-    start, length, args = event.get("ts"), event.get("dur", 0), event.get("args")
-    numbers = isinstance(start, (int, float)) and isinstance(length, (int, float))
-    if not numbers or not math.isfinite(start + length) or length < 0:
-        raise InvalidSpec(
-            f"{name}: ts={start!r}, dur={length!r} of {event.get('name')!r} are no microseconds; {EXPECTED}"
-        )
-    place = (event.get("pid"), event.get("tid"))
+    start_us, length_us, args = _number(event.get("ts")), _number(event.get("dur", 0)), event.get("args")
+    if start_us is None or length_us is None or length_us < 0:
+        said = f"ts={event.get('ts')!r}, dur={event.get('dur')!r} of {event.get('name')!r}"
+        raise InvalidSpec(f"{name}: {said} are no microseconds; {EXPECTED}")
     return Span(
-        start * 1e-6,
-        (start + length) * 1e-6,
-        str(event.get("name")),
-        place,
-        args if isinstance(args, dict) else {},
+        start_s=start_us * 1e-6,
+        end_s=(start_us + length_us) * 1e-6,
+        name=str(event.get("name")),
+        thread=(event.get("pid"), event.get("tid")),
+        args=args if isinstance(args, dict) else {},
     )
+
+
+def _number(value: object) -> float | None:
+    """A finite number; None for anything else."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _steps(annotations: Iterable[Span]) -> tuple[Span, ...]:
