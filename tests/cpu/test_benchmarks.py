@@ -15,6 +15,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     [
         (["bubbles.py", "1", "--json"], {"1f1b", "zb_h1", "zb_v", "dualpipe_v"}),
         (["single_process.py", "fp32", "2", "--json"], {"ratio", "mark", "steps", "runs"}),
+        (
+            ["telemetry.py", "--steps", "2", "--json"],
+            {"ratio", "wall_ratio", "bound", "changes", "step_s", "steps", "mark"},
+        ),
         (["debug_model.py", "--work", "single", "--steps", "1"], {"seconds", "matmul_flops_per_s"}),
     ],
 )

@@ -28,8 +28,8 @@ EVERY = 4
 
 IN_REAL_PROCESSES = 0.03
 IN_REAL = {
-    # 6.6% and 7.8% below what is seen at these widths, where messages of one layer are 3% of all; the dry run, whose
-    # messages aren't held by threads, is met.
+    # 6.6% and 7.8% below what is seen at these widths, where messages of one layer are 3% of all; the dry run,
+    # whose messages aren't held by threads, is met.
     "tp 4": 0.09,
     "tp 4, whole sequences": 0.09,
 }

@@ -22,7 +22,8 @@ which is an answer too; and nothing fits where remedies are asked for."""
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
     looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
-    assert verbs == ["plan"] * 6 + looked_at + ["calibrate", "plan", "train", "compare", "train", "checkpoints"]
+    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain", "train", "checkpoints"]
+    assert verbs == ["plan"] * 6 + looked_at + trained
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trainwright.spec.constants import Constant, Constants
 from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
 from trainwright.spec.goodput import PublishedFailures
 from trainwright.spec.hf import model_from_hf
+from trainwright.spec.kernels import KernelTable
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
 from trainwright.spec.recovery import Recovery
@@ -106,6 +107,12 @@ def published_failures() -> PublishedFailures:
 def bands() -> Bands:
     """How measured step times lie about the planner's predictions."""
     return Bands.parse(_read_data("bands.toml"))
+
+
+@cache
+def kernels() -> KernelTable:
+    """What the names in a trace mean."""
+    return KernelTable.parse(_read_data("kernels.toml"))
 
 
 def software_names() -> list[str]:

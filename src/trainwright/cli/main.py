@@ -22,6 +22,7 @@ from trainwright.cli import (
     demo,
     diff,
     dryrun,
+    explain,
     goodput,
     layout,
     memory,
@@ -38,7 +39,19 @@ from trainwright.cli import (
 from trainwright.cli.worker import BAD_INPUT, started_by_torchrun
 
 VERBS = (
-    *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
+    *(
+        "plan",
+        "predict",
+        "layout",
+        "timeline",
+        "memory",
+        "diff",
+        "sweep",
+        "train",
+        "compare",
+        "explain",
+        "calibrate",
+    ),
     *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -82,6 +95,7 @@ app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("trace", epilog=trace.EXAMPLE)(trace.trace)

@@ -110,7 +110,7 @@ class Sharded:
             assert isinstance(piece, FSDPModule)
             state = piece._get_fsdp_state()
             for event in _reductions_let_go(state._comm_ctx):
-                state._device_handle.current_stream().wait_event(event)
+                torch.accelerator.current_stream().wait_event(event)
 
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         reduces = is_last or self._zero == 3 or (self._zero == 2 and ends_round)
