@@ -234,7 +234,7 @@ class LogFit(Noun):
     """Of the run, by the constants of its file."""
     after: Prediction
     """The same by the fitted ones."""
-    best: Prediction | None
+    best: Prediction | None = None
     """The fastest plan of as many devices by the fitted ones; None where nothing fits."""
     notes: Sequence[str] = ()
 

@@ -45,8 +45,8 @@ NOT_YET = (
     "bytes over time: the planner's peak is within 0.5% of the recorded one over the layouts of "
     "tests/cpu/peak_cases.py, and within 0.8% where schedules split the backward or pipelines gather parameters; "
     "more where a stage's chunks give their gathered parameters back in turn, which the planner counts all at "
-    "once, in a schedule that goes breadth first under zero 2, whose first shards of gradients come late, and where "
-    "experts' gradients are large beside what their layer keeps (below 4%)",
+    "once, in a schedule that goes breadth first under zero 2, whose first shards of gradients come late, and "
+    "where experts' gradients are large beside what their layer keeps (below 4%)",
     "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
     "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
     "shared experts' gates: their matmul, a column wide, isn't among the planner's counts",
