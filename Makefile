@@ -24,7 +24,7 @@ parity: install
 	$(BIN)/python -m pytest --all-cases tests/cpu/test_parity.py tests/cpu/test_curves.py
 
 exact: install
-	$(BIN)/python -m pytest --all-cases tests/cpu/test_exact.py
+	$(BIN)/python -m pytest --all-cases tests/cpu/test_exact.py tests/cpu/test_peak.py
 	$(BIN)/python tests/cpu/exact_runs.py
 
 lint: install

@@ -51,6 +51,7 @@ PLAN_KEYS = {
     "step_s_p10",
     "step_s_p90",
     "band_notes",
+    "with_failures",
 }
 
 

@@ -9,7 +9,7 @@ from trainwright.cli.catalogue import load_model, model_names
 from trainwright.cli.files import read_run
 from trainwright.spec.layout import Layout
 from trainwright.spec.miniature import miniature, shrunk, without
-from trainwright.spec.model import GroupedQueryAttention, MoeMlp
+from trainwright.spec.model import GroupedQueryAttention, LayerGroup, MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import DataSpec, Run
 from trainwright.spec.schedule import SCHEDULES
@@ -117,3 +117,27 @@ def test_chosen_and_uneven_stages_stay_so() -> None:
 def test_replicas_and_shards_are_two_axes() -> None:
     small = miniature(run_of(Layout(dp=64), zero=3, dp_replicate=8), 4).run
     assert (small.layout.dp, small.recipe.dp_replicate) == (4, 2)
+
+
+def test_width_of_experts_leaves_every_expert_its_replicas() -> None:
+    """6 ranks of tp become 3, which 2 of etp don't divide; and 3 x 2 ranks of 2 each can't be 2 replicas."""
+    wide = MoeMlp(num_experts=4, top_k=2, d_ff=96)
+    model = dense_model(num_layers=4)
+    layers = [
+        layer.changed(mlp=wide, attention=layer.attention.changed(num_heads=6, num_kv_heads=6))
+        for layer in model.layers
+    ]
+    groups = tuple(LayerGroup(repeat=1, pattern=(layer,)) for layer in layers)
+    run = run_of(Layout(tp=2, dp=2)).changed(
+        layout=Layout(tp=6, etp=2, dp=2),
+        model=model.changed(layer_groups=groups),
+        recipe=Recipe.parse({"seq_len": 96, "global_batch": 64, "precision": "fp32", "dp_replicate": 2}),
+    )
+    small = miniature(run.check()).run
+    assert (small.layout.tp, small.layout.dp, small.layout.etp, small.recipe.dp_replicate) == (3, 2, 1, 2)
+
+
+def test_documents_are_masked_where_the_run_masks_them() -> None:
+    run = run_of(Layout(cp=2, dp=2), cp_method="ring")
+    masked = run.changed(data=run.data.changed(document_mask=True))
+    assert [miniature(each).run.data.document_mask for each in (run, masked)] == [False, True]

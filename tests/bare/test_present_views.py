@@ -178,7 +178,12 @@ def test_training(run: Run) -> None:
     text = squeezed(shown(training_view(run, records)))
     assert "loss 8.000 █▅▁ 6.000" in text
     assert "3 steps of 262,144 tokens" in text
+    assert "diverged" not in text
     assert "no steps" in shown(training_view(run, []))
+    lost = [each.changed(loss=loss) for each, loss in zip(records, (8.0, float("inf"), float("nan")), strict=True)]
+    text = squeezed(shown(training_view(run, lost)))
+    assert "loss 8.000 ▁×× nan" in text
+    assert "diverged the loss is no finite number from step 2 on" in text
 
 
 def test_bars_and_sparklines() -> None:
@@ -188,3 +193,5 @@ def test_bars_and_sparklines() -> None:
     assert sparkline([3, 3, 3]) == "▁▁▁"
     assert sparkline(range(8)) == "▁▂▃▄▅▆▇█"
     assert len(sparkline(range(1000), columns=60)) == 60
+    assert sparkline([float("nan"), 1, 2, float("inf")]) == "×▁█×"
+    assert sparkline([float("nan")]) == "×"

@@ -1,6 +1,7 @@
 """What scripts on several ranks begin and end with: gloo's group, and the first rank's results in a file."""
 
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,9 +14,12 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def begun() -> int:
-    """Join the group of all ranks, one thread each; this rank."""
+    """Join the group of all ranks, one thread each; this rank. Without torchrun it is the only one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank()
 
 

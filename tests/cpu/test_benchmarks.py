@@ -19,6 +19,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             ["closed_loop.py", "--quick", "--max-noise", "100", "--json"],
             {"layouts", "median_error", "worst_error"},
         ),
+        (
+            ["telemetry.py", "--steps", "2", "--json"],
+            {"ratio", "wall_ratio", "bound", "changes", "step_s", "steps", "mark"},
+        ),
         (["debug_model.py", "--work", "single", "--steps", "1"], {"seconds", "matmul_flops_per_s"}),
     ],
 )

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example import example_run
 
 from trainwright.spec.errors import InvalidSpec
 from trainwright.train.corpus import build_corpus
 from trainwright.train.data import PackedDataset, permuted
+from trainwright.train.loop import train
 from trainwright.train.shards import INDEX, open_shards, write_shards
 
 
@@ -88,9 +90,25 @@ def test_bad_directories_are_refused(tmp_path: Path) -> None:
     assert "can't be read as JSON" in refusal(empty)
     (empty / INDEX).write_text("[]")
     assert "is no index of format trainwright-shards-1" in refusal(empty)
+    (empty / INDEX).write_text(
+        json.dumps({"format": "trainwright-shards-1", "dtype": "uint16", "vocab_size": True, "shards": []})
+    )
+    assert "is no index of format trainwright-shards-1" in refusal(empty)
     assert "holds 5 tokens, which is less than one sample of seq_len+1=9" in refusal(
         make_shards(tmp_path / "short", sizes=(5,))
     )
+
+
+def test_a_vocabulary_beyond_what_the_run_says_is_refused(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "a", vocab_size=300)
+    said = {"model.vocab_size=299: ": (299, 298), "data.vocab_size=299: ": (300, 299)}
+    for words, (of_model, of_data) in said.items():
+        run = example_run(model={"vocab_size": of_model}, data={"vocab_size": of_data})
+        with pytest.raises(InvalidSpec) as refused:
+            train(run, shards=shards, out_dir=tmp_path / "out", steps=1)
+        assert str(refused.value).startswith(words)
+        assert "is below the vocabulary of" in str(refused.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_documents_are_numbered_within_a_sample(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """What ranks of a pipeline hold in a step, and how often they reduce gradients, is what the planner says.
 
 States are the same to the byte. At the peak the planner is exact where nothing is gathered or reduced inside the
-step, and below what is seen elsewhere: FSDP2 keeps the flat copy that it reduced last, of each chunk, until the
-next one.
+step; these widths are small, so that what it leaves out on purpose shows (`test_peak.py` has larger ones).
 """
 
 import functools
@@ -28,20 +27,21 @@ def results() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "reductions", "least"),
+    ("case", "reductions", "least", "most"),
     [
-        ("zero 1", UNITS, 0.995),
-        ("zero 2", UNITS * ROUNDS, 0.88),
-        ("zero 3", UNITS * MICROBATCHES, 0.85),
-        ("zero 3 gathered once", UNITS * MICROBATCHES, 0.85),
+        ("zero 1", UNITS, 0.995, 1.01),
+        ("zero 2", UNITS * ROUNDS, 0.96, 1.01),
+        ("zero 3", UNITS * MICROBATCHES, 0.94, 1.01),
+        # The planner has all chunks gathered at once.
+        ("zero 3 gathered once", UNITS * MICROBATCHES, 0.99, 1.07),
     ],
 )
-def test_a_rank_of_an_interleaved_pipeline(case: str, reductions: int, least: float) -> None:
+def test_a_rank_of_an_interleaved_pipeline(case: str, reductions: int, least: float, most: float) -> None:
     for rank in results()[case]:
         assert rank["sent"]["_reduce_scatter_base_"] == reductions
         for state, seen in rank["held"].items():
             assert seen == rank["predicted"][state], state
-        assert least < sum(rank["predicted"].values()) / rank["peak"] < 1.01
+        assert least < sum(rank["predicted"].values()) / rank["peak"] < most
 
 
 def test_what_stays_gathered_after_forward_is_gathered_half_as_often() -> None:

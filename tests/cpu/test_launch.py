@@ -1,6 +1,7 @@
 """Whole runs on this node: what is written, the status that comes back, and that nothing is left behind."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainwright.cli.files import read_run
 from trainwright.cli.main import run as run_program
-from trainwright.cli.train import require_machine
+from trainwright.cli.train import require_machine, trained
 from trainwright.plan.predict import predict
 from trainwright.plan.recompute_budget import resolved
 from trainwright.spec import toml
-from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.record import RankRecord, StepRecord
 from trainwright.spec.run import Run
 from trainwright.train.door import require_trainable
@@ -113,6 +114,18 @@ def test_compiled_layers_want_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InvalidSpec, match=r"recipe\.compile=True: needs the C\+\+ compiler no-such-compiler"):
         require_machine(run)
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        assert (tmp_path / "a" / "b" / "run.toml").is_file()
+        reject("data.path", "here", "is bad")
+
+    run = run_on(tmp_path, recipe={"precision": "fp32"})
+    monkeypatch.setattr("trainwright.cli.train.run_workers", refuse)
+    with pytest.raises(InvalidSpec):
+        trained(run, 1, tmp_path / "a" / "b", lambda what, done: None)
+    assert not (tmp_path / "a").exists()
 
 
 def test_layouts_train_alike(tmp_path: Path) -> None:
@@ -257,6 +270,25 @@ def test_an_interruption_leaves_no_process(tmp_path: Path, number: signal.Signal
     assert workers_of(tmp_path) == []
     # What is written is whole lines.
     assert all(StepRecord.parse(json.loads(line)) for line in metrics.read_text().splitlines())
+
+
+def test_an_end_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    """SIGTERM while the corpus is made: neither the run's directory nor the half of a corpus stays."""
+    (tmp_path / "run.toml").write_text(toml.write(example_run(recipe={"precision": "fp32"})))
+    arguments = ["train", str(tmp_path / "run.toml"), "--steps", "1", "--out", str(tmp_path / "out")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trainwright", *arguments],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline_s = time.monotonic() + 60
+    while not list(tmp_path.glob("cache/trainwright/.building-*")) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=40)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["cache", "run.toml", "trainwright"]
 
 
 def workers_of(directory: Path) -> list[str]:

@@ -21,8 +21,9 @@ which is an answer too; and nothing fits where remedies are asked for."""
 
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
-    looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "validate"]
-    assert verbs == ["plan"] * 6 + looked_at + ["calibrate", "plan", "train", "compare", "train", "checkpoints"]
+    looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
+    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain", "train", "checkpoints"]
+    assert verbs == ["plan"] * 6 + looked_at + trained
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_readme_commands_run(tmp_path: Path) -> None:
         "trace.json",
         "memory.svg",
         "sweep.svg",
+        "goodput.svg",
         "cluster.toml",
         "local.toml",
         "first-run/run.toml",

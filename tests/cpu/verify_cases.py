@@ -58,12 +58,29 @@ CLEAN: dict[int, dict[str, dict[str, Any]]] = {
                 "optimizer": {"name": "muon", "lr": 0.01},
             },
         },
+        "gradients that are zero by nature": {
+            "tp": 2,
+            "dp": 2,
+            "attention": {"qkv_bias": True},
+            "mlp": {"kind": "moe", "num_experts": 4, "top_k": 1, "d_ff": 16, "router_bias": True},
+            "model": {"rope": None, "learned_positions": 16},
+            # By default AdamW makes 1e-12 of a step's size of rounding.
+            "recipe": {"optimizer": {"lr": 0.01, "epsilon": 1e-6}},
+        },
         "hsdp from 64 ranks": {"dp": 64, "recipe": {"zero": 3, "dp_replicate": 8, "global_batch": 64}},
     },
 }
 
 FAULTY: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"microbatch-scale": {}, "last-microbatch": {}, "rotary": {}},
+    1: {
+        "microbatch-scale": {},
+        "last-microbatch": {},
+        "rotary": {},
+        "rotary, windows with a theta of their own": {
+            "attention": {"sliding_window": 5},
+            "model": {"rope": {"theta": 10000.0, "local_theta": 500.0}},
+        },
+    },
     4: {
         "dp-reduction": {"dp": 2, "tp": 2},
         "dp-reduction, without overlap": {"dp": 2, "pp": 2, "recipe": {"overlap": {"dp": False}}},
@@ -85,6 +102,7 @@ FAULTY: dict[int, dict[str, dict[str, Any]]] = {
         "initial-weights": {"tp": 2, "dp": 2},
         "initial-weights, zero 3": {"dp": 4, "recipe": {"zero": 3}},
         "rotary": {"tp": 2, "pp": 2},
+        "rotary, positions shared out": {"cp": 2, "tp": 2, "recipe": {"cp_method": "ring"}},
     },
 }
 """By the fault's name and, after a comma, what is special."""

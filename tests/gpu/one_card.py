@@ -1,5 +1,6 @@
 """A dense model of a billion parameters and a small mixture of experts, 50 steps each in bf16 on one GPU:
-tokens/s, MFU and peak memory beside what was predicted. Under six minutes on one card.
+tokens/s, MFU and peak memory beside what was predicted. Under six minutes on one card. Of the dense one, what
+`trainwright explain` sees of a step in the run's telemetry and in a trace of its last two steps is there too.
 
 Each model is a run file that `trainwright train` carries out and `trainwright compare` judges, as a user would:
 attention by flash kernels through SDPA, blocks compiled, AdamW fused. The text is random words, some far more
@@ -80,8 +81,8 @@ def runs(cluster: str, tiny: bool) -> dict[str, Run]:
     }
 
 
-def measured(run: Run, directory: Path, steps: int) -> dict[str, Any]:
-    """What a run of so many steps was, beside what was predicted."""
+def measured(run: Run, directory: Path, steps: int, recorded: bool) -> dict[str, Any]:
+    """What a run of so many steps was, beside what was predicted; with `recorded`, its last two steps are."""
     directory.mkdir()
     shards = directory / "shards"
     shards.mkdir()
@@ -93,8 +94,15 @@ def measured(run: Run, directory: Path, steps: int) -> dict[str, Any]:
     file, out = directory / "run.toml", directory / "out"
     file.write_text(toml.write(run))
     start_s = time.perf_counter()
-    said = trainwright("train", str(file), "--steps", str(steps), "--out", str(out), "--json")
+    window = f"{steps - 1}:{steps}"
+    recording = ["--profile", window] if recorded else []
+    recording += ["--memory-snapshot", window] if recorded and run.cluster.device.kind == "cuda" else []
+    said = trainwright("train", str(file), "--steps", str(steps), "--out", str(out), "--json", *recording)
     took_s = time.perf_counter() - start_s
+    explained = {}
+    if recorded:
+        for source, path in {"telemetry": out, "trace": next((out / "profile").iterdir())}.items():
+            explained[source] = trainwright("explain", str(path), "--json")
     compared = trainwright("compare", str(out), "--tolerance", "100", "--json")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     peak = compared["ranks"]["0"]["peak_bytes"]
@@ -105,6 +113,12 @@ def measured(run: Run, directory: Path, steps: int) -> dict[str, Any]:
         "took_s": took_s,
         **{name: pair(compared["quantities"][name]) for name in ("step_s", "tokens_per_s", "mfu")},
         "peak_bytes": pair(peak),
+        "snapshots": len(list((out / "memory").glob("*.pickle"))),
+        "explained": {
+            source: {"step_s": each["step_s"]["seen"]}
+            | {cause["cause"]: cause["seen_s"] for cause in each["causes"] if cause["seen_s"]}
+            for source, each in explained.items()
+        },
     }
 
 
@@ -144,7 +158,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, run in runs(cluster, options.tiny).items():
-            found[name] = measured(run, Path(directory) / name, options.steps)
+            found[name] = measured(run, Path(directory) / name, options.steps, name == "dense")
     if options.json:
         print(json.dumps(found))
         return

@@ -28,6 +28,18 @@ def test_the_script_trains_small_models_on_the_cpu() -> None:
         assert row["steps"] == 8
         assert row["last_loss"] < row["first_loss"]
         assert row["peak_bytes"]["seen"] == pytest.approx(row["peak_bytes"]["predicted"], rel=0.25)
+    require_explained(found["dense"])
+
+
+def require_explained(row: dict) -> None:
+    """Telemetry and a trace share out their steps, and see where a single device's time goes."""
+    telemetry, trace = row["explained"]["telemetry"], row["explained"]["trace"]
+    for each in (telemetry, trace):
+        assert sum(value for cause, value in each.items() if cause != "step_s") == pytest.approx(each["step_s"])
+    assert telemetry["compute"] > 0.5 * telemetry["step_s"]
+    assert trace["matmul"] > trace["attention"] > 0
+    assert trace["optimizer"] > 0
+    assert "unnamed" not in trace
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,3 +50,7 @@ def test_one_card() -> None:
         assert row["last_loss"] < row["first_loss"]
         assert row["peak_bytes"]["seen"] == pytest.approx(row["peak_bytes"]["predicted"], rel=0.15)
         assert row["step_s"]["seen"] == pytest.approx(row["step_s"]["predicted"], rel=0.5)
+    require_explained(found["dense"])
+    assert found["dense"]["snapshots"] == 1
+    by_device = found["dense"]["explained"]["telemetry"]["step_s"]
+    assert by_device == pytest.approx(found["dense"]["step_s"]["seen"], rel=0.05), "events and the program agree"

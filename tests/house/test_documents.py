@@ -13,9 +13,12 @@ FUNCTIONS = sorted(set(re.findall(r"`((?:spec|plan|train|measure)\.[\w.]+)`", EQ
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_the_equations_name_exists(name: str) -> None:
-    room, module, *path = name.split(".")
-    found = importlib.import_module(f"trainwright.{room}.{module}")
-    for part in path:
+    parts = name.split(".")
+    # A folder's files are modules too: room, folder, file; else room, file.
+    folder = (ROOT / "src" / "trainwright" / parts[0] / parts[1]).is_dir()
+    length = 3 if folder else 2
+    found = importlib.import_module(".".join(["trainwright", *parts[:length]]))
+    for part in parts[length:]:
         found = getattr(found, part)
 
 

@@ -21,9 +21,12 @@ from trainwright.spec import toml
 from trainwright.spec.cluster import ClusterSpec, Provenance, numeric_fields
 from trainwright.spec.constants import Constant, Constants
 from trainwright.spec.errors import InvalidSpec, nearest, reject, shown
+from trainwright.spec.goodput import PublishedFailures
 from trainwright.spec.hf import model_from_hf
+from trainwright.spec.kernels import KernelTable
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
+from trainwright.spec.recovery import Recovery
 
 DATA = resources.files("trainwright") / "data"
 
@@ -83,10 +86,33 @@ def constants() -> tuple[Constant, ...]:
     return Constants.parse(_read_data("constants.toml")).constant
 
 
+def with_recovery(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with what the catalogue assumes of recovery, where it says nothing of it itself."""
+    if cluster.recovery is not None:
+        return cluster
+    assumed = _read_data("recovery.toml")
+    sources = {field: Provenance.parse(entry) for field, entry in assumed["provenance"].items()}
+    return cluster.changed(
+        recovery=Recovery.parse(assumed["recovery"]), provenance={**cluster.provenance, **sources}
+    )
+
+
+@cache
+def published_failures() -> PublishedFailures:
+    """Mean times to failure as they were published."""
+    return PublishedFailures.parse(_read_data("failures.toml"))
+
+
 @cache
 def bands() -> Bands:
     """How measured step times lie about the planner's predictions."""
     return Bands.parse(_read_data("bands.toml"))
+
+
+@cache
+def kernels() -> KernelTable:
+    """What the names in a trace mean."""
+    return KernelTable.parse(_read_data("kernels.toml"))
 
 
 def software_names() -> list[str]:
@@ -104,7 +130,7 @@ def compose_cluster(
     free constants (by their names), and with fields that a published run states otherwise."""
     own = dict(_read_data(f"clusters/{name}.toml"))
     chosen, parts = values or {}, own.pop("parts")
-    whole: dict[str, Any] = {"software": software or parts["software"]}
+    whole: dict[str, Any] = _merged({"software": software or parts["software"]}, _read_data("recovery.toml"))
     for key in _parts(parts, software):
         whole = _merged(whole, _with_constants(key, _read_part(key), chosen))
     whole = _merged(whole, own)

@@ -6,7 +6,9 @@ out of tolerance), 2 for bad input. Verbs import numpy, pydantic and rich inside
 """
 
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,6 +22,8 @@ from trainwright.cli import (
     demo,
     diff,
     dryrun,
+    explain,
+    goodput,
     layout,
     memory,
     models,
@@ -32,11 +36,23 @@ from trainwright.cli import (
     validate,
     verify,
 )
-from trainwright.cli.worker import BAD_INPUT
+from trainwright.cli.worker import BAD_INPUT, started_by_torchrun
 
 VERBS = (
-    *("plan", "predict", "layout", "timeline", "memory", "diff", "sweep", "train", "compare", "calibrate"),
-    *("checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
+    *(
+        "plan",
+        "predict",
+        "layout",
+        "timeline",
+        "memory",
+        "diff",
+        "sweep",
+        "train",
+        "compare",
+        "explain",
+        "calibrate",
+    ),
+    *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -75,9 +91,11 @@ app.command("timeline", epilog=timeline.EXAMPLE)(timeline.timeline)
 app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
 app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
+app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("trace", epilog=trace.EXAMPLE)(trace.trace)
@@ -94,7 +112,15 @@ def main() -> NoReturn:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:
             reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for a bar, and no traceback
+    # A worker ends at once: it may be inside a collective, where Python answers no signal.
+    if not started_by_torchrun():
+        signal.signal(signal.SIGTERM, _end)
     sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """As an exception, so that what is half made is removed on the way out."""
+    sys.exit(128 + number)
 
 
 def run(arguments: list[str]) -> int:

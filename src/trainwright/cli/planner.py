@@ -9,17 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainwright.cli import catalogue
 from trainwright.cli.bands import with_band
 from trainwright.cli.output import console
 from trainwright.cli.progress import Progress
 from trainwright.plan import predict as planner
 from trainwright.plan import recompute_budget
 from trainwright.plan.answer import answer
+from trainwright.plan.goodput.budget import with_failures
 from trainwright.plan.remedies import diagnosed
 from trainwright.plan.sizing import counts_between, counts_to_try, tried
 from trainwright.spec.answers import Answer, Prediction
+from trainwright.spec.checkpointing import Checkpointing
+from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.model import ModelSpec
 from trainwright.spec.question import Question
 from trainwright.spec.run import Run
 from trainwright.spec.sizing import Goal, Sizing, Tried
@@ -38,7 +43,7 @@ def predicted(run: Run) -> Prediction:
     with np.errstate(all="ignore"):
         prediction = planner.predict(run)
     _require_finite(prediction)
-    return with_band(prediction, run.model, run.cluster)
+    return _completed(prediction, run.model, run.cluster, run.checkpoint)
 
 
 def resolved(run: Run) -> Run:
@@ -55,7 +60,7 @@ def searched(question: Question) -> Searched:
     search_s = time.perf_counter() - started_s
     for plan in found.plans:
         _require_finite(plan)
-    plans = tuple(with_band(plan, question.model, question.cluster) for plan in found.plans)
+    plans = tuple(_completed(plan, question.model, question.cluster, None) for plan in found.plans)
     return Searched(question, found.changed(plans=plans), search_s)
 
 
@@ -101,6 +106,14 @@ def sized(question: Question, goal: Goal) -> tuple[Sizing, Searched]:
     whole = sorted([plan, *rest], key=lambda each: each.devices)
     sizing = sizing.changed(tried=tuple(whole))
     return sizing, best._replace(search_s=time.perf_counter() - started_s)
+
+
+def _completed(
+    prediction: Prediction, model: ModelSpec, cluster: ClusterSpec, checkpoint: Checkpointing | None
+) -> Prediction:
+    """With what the catalogue knows beside the planner: the band of measured steps, and what failures cost."""
+    failing = with_failures(prediction, model, catalogue.with_recovery(cluster), checkpoint)
+    return with_band(failing, model, cluster)
 
 
 def _require_finite(prediction: Prediction) -> None:

@@ -1,5 +1,6 @@
 """`trainwright train`: carry out a run file on this node's processes, or as one worker of one's own torchrun."""
 
+import json
 import os
 import shutil
 import sys
@@ -15,8 +16,9 @@ from trainwright.cli.options import AsJson, Assignments, RunFile
 from trainwright.cli.worker import NOTE, Stream, run_workers, started_by_torchrun, tell
 
 if TYPE_CHECKING:
-    from trainwright.spec.record import StepRecord
+    from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
     from trainwright.spec.run import Run
+    from trainwright.spec.window import StepWindow
 
 EXAMPLE = (
     "Example: trainwright train run.toml --steps 100 --out out/run; "
@@ -27,6 +29,26 @@ ACCELERATORS = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}
 """The file by which a driver shows that it is there."""
 
 AFTER_THE_FIRST_S = 2.0
+
+NEXT = "compare with: trainwright compare {out}; ask where the time went: trainwright explain {out}"
+
+PROFILE, SNAPSHOT = "--profile", "--memory-snapshot"
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        PROFILE,
+        metavar="FIRST:LAST",
+        help="Record these steps by torch.profiler, both among them, counted from 1.",
+    ),
+]
+MemorySnapshot = Annotated[
+    str | None,
+    typer.Option(
+        SNAPSHOT,
+        metavar="FIRST:LAST",
+        help="Record a GPU's allocations in these steps, for pytorch.org/memory_viz.",
+    ),
+]
 
 OnProgress = Callable[[str, float], None]
 """Told what is being done, and which fraction of it is done."""
@@ -45,6 +67,8 @@ def train(
             help="Gets run.toml, metrics.jsonl, ledger.jsonl and checkpoints; a run that left some here goes on.",
         ),
     ] = Path("out/run"),
+    profile: Profile = None,
+    memory_snapshot: MemorySnapshot = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
     stream: Stream = False,
@@ -54,19 +78,23 @@ def train(
 
     run = _resolved(files.read_run(run_file, assignments))
     planned = steps_of(run, steps)
+    recorded = {name: text for name, text in ((PROFILE, profile), (SNAPSHOT, memory_snapshot)) if text is not None}
+    windows_of(recorded, run, planned)
     if started_by_torchrun():
-        _work(run, planned, out, stream)
+        _work(run, planned, out, stream, recorded)
     from trainwright.cli.progress import Progress
 
     with Progress(output.console(errors=True)) as progress:
-        records = trained(run, planned, out, progress.show)
+        records = trained(run, planned, out, progress.show, recorded)
     if as_json:
-        last = records[-1].plain() if records else {}
+        # As in metrics.jsonl: null for the loss of a run that diverged, of which JSON has no number.
+        last = json.loads(records[-1].model_dump_json()) if records else {}
         output.show_json({"path": str(out), "run_hash": run.hash, "steps": len(records), "last": last})
         return
     from trainwright.present.training import training_view
 
-    output.show(training_view(run, records), f"\nwrote {out}; compare with: trainwright compare {out}")
+    ranks = ranks_of(out) if records else ()
+    output.show(training_view(run, records, ranks), f"\nwrote {out}; {NEXT.format(out=out)}")
 
 
 def steps_of(run: "Run", steps: int | None) -> int:
@@ -79,9 +107,32 @@ def steps_of(run: "Run", steps: int | None) -> int:
     return chosen
 
 
-def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list[StepRecord]":
-    """Train a run on this node and return its steps; the directory gets the run's files."""
-    from trainwright.spec.record import StepRecord
+def windows_of(recorded: dict[str, str], run: "Run", steps: int) -> "dict[str, StepWindow]":
+    """The windows of steps that options say; refuses what can't be recorded."""
+    from trainwright.spec.window import parse_window
+    from trainwright.train.door import require_recordable
+
+    windows = {name: parse_window(text, name) for name, text in recorded.items()}
+    require_recordable(run, steps, windows.get(PROFILE), windows.get(SNAPSHOT))
+    return windows
+
+
+def ranks_of(out: Path) -> "tuple[RankRecord, ...]":
+    """What a finished run's ledger holds of each rank."""
+    from trainwright.cli import files
+    from trainwright.measure.records import parse_rank_records
+
+    ledger = out / "ledger.jsonl"
+    return parse_rank_records(files.read_text(ledger), str(ledger))
+
+
+def trained(
+    run: "Run", steps: int, out: Path, on_progress: OnProgress, recorded: dict[str, str] | None = None
+) -> "list[StepRecord]":
+    """Train a run on this node and return its steps; the directory gets the run's files. `recorded`: windows of
+    steps, by the option that says them."""
+    from trainwright.present.training import causes_text
+    from trainwright.spec.record import StepRecord, StepSeconds
     from trainwright.train.door import require_trainable
 
     run = _resolved(run)
@@ -91,11 +142,15 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
     records: list[StepRecord] = []
 
     def on_message(message: dict[str, Any]) -> None:
+        seconds = message.pop("causes", None)
         record = StepRecord.parse(message)
         records.append(record)
-        on_progress(f"step {record.step} of {steps}, loss {record.loss:.3f}", record.step / steps)
+        causes = "" if seconds is None else f"; {causes_text(StepSeconds.parse(seconds), record.step)}"
+        on_progress(f"step {record.step} of {steps}, loss {record.loss:.3f}{causes}", record.step / steps)
 
     arguments = ["train", str(out / "run.toml"), "--steps", str(steps), "--out", str(out)]
+    for name, text in (recorded or {}).items():
+        arguments += [name, text]
     with _nothing_left_if_refused(out, records):
         keep_run(run, out)
         shards_of(run, on_progress)
@@ -107,7 +162,8 @@ def trained(run: "Run", steps: int, out: Path, on_progress: OnProgress) -> "list
 @contextmanager
 def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator[None]:
     """Leave nothing new where a run ends before its first step: what is wrong with data, say, workers find."""
-    was_there, before, kept = out.is_dir(), set(out.glob("*")), out / "run.toml"
+    before, kept = set(out.glob("*")), out / "run.toml"
+    missing = [each for each in (out, *out.parents) if not each.exists()]
     earlier = kept.read_bytes() if kept.is_file() else None
     try:
         yield
@@ -115,8 +171,9 @@ def _nothing_left_if_refused(out: Path, records: "list[StepRecord]") -> Iterator
         if not records:
             for made in set(out.glob("*")) - before:
                 shutil.rmtree(made) if made.is_dir() else made.unlink()
-            if not was_there and out.is_dir():
-                out.rmdir()
+            for made in missing:
+                if made.is_dir() and not any(made.iterdir()):
+                    made.rmdir()
             if earlier is not None:
                 kept.write_bytes(earlier)
         raise
@@ -205,8 +262,9 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
     return build_corpus(cache_directory(), run.data.vocab_size, on_progress)
 
 
-def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
+def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, str]) -> NoReturn:
     """What each rank does."""
+    from trainwright.present.training import causes_text, utilization_text
     from trainwright.spec.errors import InvalidSpec
     from trainwright.train.loop import emulates_its_matmuls
     from trainwright.train.loop import train as carry_out
@@ -214,17 +272,20 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
 
     is_kept = stream
 
-    def on_step(record: "StepRecord") -> None:
+    def on_step(record: "StepRecord", seconds: "StepSeconds | None") -> None:
         nonlocal is_kept
         if stream:
-            tell(record.plain())
-        else:
-            if not is_kept:
-                keep_run(run, out)  # a run that was refused leaves nothing
-                is_kept = True
-            typer.echo(
-                f"step {record.step} of {steps}, loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s"
-            )
+            tell(record.plain() | ({} if seconds is None else {"causes": seconds.plain()}))
+            return
+        if not is_kept:
+            keep_run(run, out)  # a run that was refused leaves nothing
+            is_kept = True
+            if record.mfu:
+                typer.echo(utilization_text(run, record))
+        causes = "" if seconds is None else f"; {causes_text(seconds, record.step)}"
+        used = f", MFU {record.mfu:.1%}" if record.mfu else ""
+        speed = f"{record.tokens_per_s:,.0f} tokens/s{used}"
+        typer.echo(f"step {record.step} of {steps}, loss {record.loss:.4f}, {speed}{causes}")
 
     def on_note(text: str) -> None:
         typer.echo(f"{NOTE}{text}", err=True)
@@ -235,12 +296,34 @@ def _work(run: "Run", steps: int, out: Path, stream: bool) -> NoReturn:
     if first and emulates_its_matmuls(run):
         said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
         typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
+    windows = windows_of(recorded, run, steps)
     try:
-        carry_out(run, shards=shards_of(run), out_dir=out, steps=steps, on_step=on_step, on_note=on_note)
+        carry_out(
+            run,
+            shards=shards_of(run),
+            out_dir=out,
+            steps=steps,
+            profiled=windows.get(PROFILE),
+            snapshot=windows.get(SNAPSHOT),
+            recomputed_flops_per_token=_recomputed_flops_per_token(run) if first else 0.0,
+            on_step=on_step,
+            on_note=on_note,
+        )
     except InvalidSpec:
         # All ranks find the same wrong: the first says it, and torchrun ends the others meanwhile.
         time.sleep(0.0 if first else AFTER_THE_FIRST_S)
         raise
     if first and not stream:
-        typer.echo(f"wrote {out}; compare with: trainwright compare {out}")
+        typer.echo(f"wrote {out}; {NEXT.format(out=out)}")
     leave(0)
+
+
+def _recomputed_flops_per_token(run: "Run") -> float:
+    """What HFU counts beside MFU, as the planner counts it; 0 where there is no peak that either is a part of."""
+    if run.recipe.recompute == "none" or run.cluster.peak(run.recipe.matmul_format) is None:
+        return 0.0
+    from trainwright.cli.planner import predicted
+
+    prediction = predicted(run)
+    counted = prediction.model_flops_per_device * run.layout.world / run.recipe.tokens_per_step
+    return counted * (prediction.hfu / prediction.mfu - 1)

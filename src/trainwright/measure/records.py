@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from trainwright.spec.base import Noun
 from trainwright.spec.errors import InvalidSpec, shown
-from trainwright.spec.record import RankRecord, Sample
+from trainwright.spec.record import RankRecord, Sample, StepSeconds
 
 N = TypeVar("N", bound=Noun)
 
@@ -17,6 +17,11 @@ def parse_rank_records(text: str, name: str) -> tuple[RankRecord, ...]:
     if ranks != list(range(len(records))):
         raise InvalidSpec(f"{name}: holds ranks {shown(ranks)}; each rank must be there once, from 0 on")
     return tuple(records)
+
+
+def parse_step_seconds(text: str, name: str) -> tuple[StepSeconds, ...]:
+    """Seconds by cause of each step of one rank, from the text of a causes/rank-N.jsonl."""
+    return _parse_lines(text, StepSeconds, name)
 
 
 def parse_samples(text: str, name: str) -> tuple[Sample, ...]:

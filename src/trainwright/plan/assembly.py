@@ -110,8 +110,10 @@ class Moments:
     """Pieces on the rank."""
     running: Floats
     """Pieces whose backward runs."""
-    num_around: int
-    """Pieces that are no layers: the last ones."""
+    grown: Floats
+    """Pieces that have gradients."""
+    grown_after: Floats
+    """Those that have them when that backward is over."""
 
 
 @lru_cache(maxsize=4096)
@@ -121,25 +123,18 @@ def moments(shape: Shape, num_microbatches: int) -> Moments:
     held = holdings(shape.schedule, shape.pp, shape.vpp, num_microbatches)
     places = np.repeat(np.arange(shape.pp), [len(states) for states in held])
     chunks = made.stages[made.stage_of[places]]
-    counts = np.concatenate(held).astype(np.float64).reshape(len(places), 3, shape.vpp)
-    whole, weight_only, running = np.einsum("mkc,mcp->kmp", counts, chunks)
-    around = made.stages.shape[1] - 2 * shape.num_kinds
-    return Moments(places, whole, weight_only, made.ranks[places], running, around)
+    counts = np.concatenate(held).astype(np.float64).reshape(len(places), 5, shape.vpp)
+    whole, weight_only, running, grown, after = np.einsum("mkc,mcp->kmp", counts, chunks)
+    return Moments(places, whole, weight_only, made.ranks[places], running, grown, after)
 
 
 @lru_cache(maxsize=4096)
 def largest_moments(shape: Shape, num_microbatches: int) -> Moments:
     """Those of them that can be the peak."""
     every = moments(shape, num_microbatches)
-    kept = undominated(np.concatenate([every.whole, every.weight_only, every.params, every.running > 0], axis=1))
-    return Moments(
-        every.rank[kept],
-        every.whole[kept],
-        every.weight_only[kept],
-        every.params[kept],
-        every.running[kept],
-        every.num_around,
-    )
+    counts = (every.whole, every.weight_only, every.params, every.running > 0, every.grown, every.grown_after)
+    kept = undominated(np.concatenate(counts, axis=1))
+    return Moments(*(each[kept] for each in vars(every).values()))
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from trainwright.plan.collectives import line
 from trainwright.plan.cores import Cores, shared_makespan
 from trainwright.plan.figures import PAIRED, Parts, insides
 from trainwright.plan.holding import ENOUGH_ROUNDS
-from trainwright.plan.memory import Held, moment_bytes
+from trainwright.plan.memory import moment_bytes
 from trainwright.plan.pipeline import Pipe
 from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, grouped
+from trainwright.plan.transients import Held
 from trainwright.spec.ledger import BytesCause, SecondsCause
 from trainwright.spec.schedule import SCHEDULES
 

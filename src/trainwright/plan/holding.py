@@ -1,8 +1,9 @@
 """How many microbatches' activations a rank holds at once, read off its row of acts.
 
 A forward adds a microbatch that is held whole, until its backward is over. An input gradient turns it into one of
-which only what the weight gradient reads is held, until that is over. Chunks differ in bytes, so what a rank holds
-at most is not one number: it is every state that no other state exceeds.
+which only what the weight gradient reads is held, until that is over. A chunk has no gradients before its first
+backward makes them. Chunks differ in bytes, so what a rank holds at most is not one number: it is every state that
+no other state exceeds.
 """
 
 from functools import lru_cache
@@ -16,11 +17,11 @@ from trainwright.plan.table import Ints
 from trainwright.spec.schedule import SCHEDULES, Rows
 
 States = Ints
-"""(states, 3 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, and whether
-its backward runs."""
+"""(states, 5 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, whether its
+backward runs, whether it has gradients, and whether it has them when that backward is over."""
 
-ENOUGH_ROUNDS = 2
-"""Times pp microbatches: they fill every pipe, and more don't hold more."""
+ENOUGH_ROUNDS = 3
+"""Times pp microbatches: two fill every pipe, after three all chunks that are full have gradients too."""
 
 
 def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[States, ...]:
@@ -30,8 +31,12 @@ def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[S
         # Backwards go chunk by chunk, the last one first, and leave nothing of a chunk.
         at = np.arange(vpp)[::-1, None]
         chunk = np.arange(vpp)[None, :]
-        states = np.concatenate([num_microbatches * (chunk <= at), 0 * (chunk + at), chunk == at], axis=1)
-        return (states.astype(np.int64),) * pp
+        runs = chunk == at
+        first = [num_microbatches * (chunk <= at), 0 * (chunk + at), runs, chunk > at, chunk >= at]
+        # A chunk's second backward finds a microbatch less, and gradients.
+        second = [first[0] - runs, first[1], runs, chunk >= at, chunk >= at]
+        states = [np.concatenate(each, axis=1) for each in (first, second)[:num_microbatches]]
+        return (np.concatenate(states).astype(np.int64),) * pp
     return _holdings(schedule, pp, vpp, min(num_microbatches, ENOUGH_ROUNDS * pp))
 
 
@@ -72,7 +77,14 @@ def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
     if ends.any():
         weight_only = held(is_split, ends).take(last, axis=1) + own * (ends.astype(np.int64) - is_split)[turns]
     rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    return rank[turns], np.concatenate([whole, weight_only, running]).T
+    # Weight gradients that a chunk has made before and after each turn; a row begins with none.
+    begins = np.searchsorted(rank, rank[turns])
+    makes = np.cumsum((chunk == np.arange(vpp)[:, None]) & ((drops & ~is_split) | ends), axis=1)
+    earlier = np.where(begins > 0, makes.take(begins - 1, axis=1), 0)
+    has_after = makes.take(turns, axis=1) > earlier
+    makes_now = own & ((drops & ~is_split) | ends)[turns]
+    has_before = makes.take(turns, axis=1) - makes_now > earlier
+    return rank[turns], np.concatenate([whole, weight_only, running, has_before, has_after]).T.astype(np.int64)
 
 
 def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:

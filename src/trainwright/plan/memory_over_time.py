@@ -2,36 +2,31 @@
 
 A forward adds what its chunk keeps for backward, from its start on. While a backward runs, the working set of
 one of its chunk's layers or of the loss is there too; when it is over, what the microbatch kept is gone, or only
-what the weight gradient reads is left until that is done. States, framework and buffers stay as they are; after
-a rank's last act its activations are gone, and the gradients of what stands around the layers are reduced.
+what the weight gradient reads is left until that is done. Weights and moments stay as they are; gradients are
+there from a chunk's first backward on.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from trainwright.plan import pipeline
 from trainwright.plan.assembly import Moments, assembly
 from trainwright.plan.evaluation import Evaluation
-from trainwright.plan.memory import Held, moment_bytes
+from trainwright.plan.memory import moment_bytes
 from trainwright.plan.pipeline import Played
 from trainwright.plan.recompute_budget import resolved
 from trainwright.plan.shortening import acts_each, most_microbatches, num_microbatches, with_microbatches
 from trainwright.plan.table import Floats, Table
 from trainwright.plan.timeline import by_rank
+from trainwright.plan.transients import Held
 from trainwright.spec.ledger import BYTES_CAUSES, BytesCause
 from trainwright.spec.memory import RankMemory, StepMemory
 from trainwright.spec.run import Run
 
 MOST_ACTS = 50_000
 """A step with more is shown with fewer microbatches."""
-
-BOUNDLESS_BYTES = 1e18
-"""A working set beside which no other time can be the peak."""
-
-STAY: tuple[BytesCause, ...] = ("parameters", "gradients", "optimizer", "communication")
-"""Causes whose bytes are the same while acts run."""
 
 DOES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -48,6 +43,10 @@ class _Stretch:
     """Those of which only what the weight gradient reads is held."""
     running: tuple[int, ...]
     """Backwards of each chunk that run."""
+    grown: tuple[int, ...]
+    """Chunks that have gradients."""
+    grown_after: tuple[int, ...]
+    """Those that have them at its end."""
 
 
 def memory_over_time(run: Run) -> StepMemory:
@@ -78,23 +77,19 @@ def _rank(
     evaluation: Evaluation, held: Held, rank: int, turns: list[list[Played]], reduced_s: float, step_s: float
 ) -> RankMemory:
     stretches = [*_stretches(turns, int(evaluation.table.columns.vpp[0]))]
-    last_s = stretches[-1].end_s
-    after = [
-        ("reduces gradients", max(reduced_s, last_s)),
-        ("optimizer and the rest", max(step_s, reduced_s, last_s)),
+    last = stretches[-1]
+    ends_s = max(reduced_s, last.end_s), max(step_s, reduced_s, last.end_s)
+    nothing = (0,) * len(last.whole)
+    stretches += [
+        _Stretch(end_s, doing, nothing, nothing, nothing, nothing, last.grown_after)
+        for end_s, doing in zip(ends_s, ("reduces gradients", "optimizer and the rest"), strict=True)
     ]
-    states, reducing_bytes = _states(evaluation, held, rank)
-    columns = {cause: np.full(len(stretches) + 2, value) for cause, value in states.items()}
-    columns["communication"][-2] = reducing_bytes
-    columns |= _activations(evaluation, held, rank, stretches, len(after))
-    tensors = sum(columns.values(), np.zeros(1))
-    cluster = evaluation.table.cluster
-    columns["framework"] = cluster.framework_bytes + cluster.allocator_fraction * tensors
+    found = _bytes(evaluation, held, rank, stretches)
     return RankMemory(
         pp_rank=rank,
-        borders_s=(0.0, *(each.end_s for each in stretches), *(end_s for _, end_s in after)),
-        doing=(*(each.doing for each in stretches), *(doing for doing, _ in after)),
-        bytes={cause: tuple(columns[cause].tolist()) for cause in BYTES_CAUSES},
+        borders_s=(0.0, *(each.end_s for each in stretches)),
+        doing=tuple(each.doing for each in stretches),
+        bytes={cause: tuple(found[cause].tolist()) for cause in BYTES_CAUSES},
     )
 
 
@@ -104,18 +99,21 @@ ROUNDING = 1e-12
 
 def _stretches(turns: list[list[Played]], vpp: int) -> Iterator[_Stretch]:
     """A rank's turns and what lies between them, up to the end of its last one."""
-    whole, weight_only, free_s = [0] * vpp, [0] * vpp, 0.0
+    whole, weight_only, grown, free_s = [0] * vpp, [0] * vpp, [0] * vpp, 0.0
     for turn in turns:
         # Sums of the same seconds in another order may differ in their last digit.
         if turn[0].start_s > free_s * (1 + ROUNDING):
-            yield _Stretch(turn[0].start_s, "waits", tuple(whole), tuple(weight_only), (0,) * vpp)
+            none, now = (0,) * vpp, tuple(grown)
+            yield _Stretch(turn[0].start_s, "waits", tuple(whole), tuple(weight_only), none, now, now)
         drops = [each.act for each in turn if each.act.kind != "F"]
         for each in turn:
             whole[each.act.chunk] += each.act.kind == "F"
         # As in `holding`, a weight gradient has no working set.
         running = tuple(sum(act.chunk == chunk and act.kind != "W" for act in drops) for chunk in range(vpp))
-        free_s = turn[0].end_s
-        yield _Stretch(free_s, _doing(turn), tuple(whole), tuple(weight_only), running)
+        before, free_s = tuple(grown), turn[0].end_s
+        for act in drops:
+            grown[act.chunk] |= act.kind != "I"
+        yield _Stretch(free_s, _doing(turn), tuple(whole), tuple(weight_only), running, before, tuple(grown))
         for act in drops:
             (weight_only if act.kind == "W" else whole)[act.chunk] -= 1
             weight_only[act.chunk] += act.kind == "I"
@@ -140,45 +138,15 @@ def _held(evaluation: Evaluation) -> Held:
     )
 
 
-def _activations(
-    evaluation: Evaluation, held: Held, rank: int, stretches: list[_Stretch], after: int
-) -> dict[BytesCause, Floats]:
-    """Bytes of activations, and of the loss's working set, in each stretch; none in those `after` them."""
-    made = assembly(evaluation.shape(0))
-    chunks = made.stages[made.stage_of[rank]]
-    whole, weight_only, running = (
-        np.array(counts, dtype=np.float64) @ chunks
-        for counts in zip(*((each.whole, each.weight_only, each.running) for each in stretches), strict=True)
-    )
-    # The working set is that of the pieces whose backward runs.
-    found = _moment_bytes(evaluation, held, rank, whole, weight_only, running)
-    gone = np.zeros(after)
-    return {cause: np.concatenate([found[cause], gone]) for cause in ("activations", "logits")}
-
-
-def _states(evaluation: Evaluation, held: Held, rank: int) -> tuple[dict[BytesCause, float], float]:
-    """Bytes that stay as they are while acts run; and those of communication when activations are gone."""
-    pieces = assembly(evaluation.shape(0)).ranks[[rank]]
-    nothing = np.zeros_like(pieces)
-    while_acting, when_gone = (
-        _moment_bytes(
-            evaluation,
-            replace(held, working_bytes=np.full_like(held.params, working)),
-            rank,
-            nothing,
-            nothing,
-            pieces,
-        )
-        for working in (BOUNDLESS_BYTES, 0.0)
-    )
-    return {cause: float(while_acting[cause][0]) for cause in STAY}, float(when_gone["communication"][0])
-
-
-def _moment_bytes(
-    evaluation: Evaluation, held: Held, rank: int, whole: Floats, weight_only: Floats, pieces: Floats
-) -> dict[BytesCause, Floats]:
-    """`memory.moment_bytes` of one rank at moments that `holding` doesn't know of, each (moments,)."""
+def _bytes(evaluation: Evaluation, held: Held, rank: int, stretches: list[_Stretch]) -> dict[BytesCause, Floats]:
+    """By cause, of one rank in each stretch: `memory.moment_bytes` at moments that `holding` doesn't know of."""
     shape = evaluation.shape(0)
-    around = pieces.shape[1] - 2 * shape.num_kinds
-    at = Moments(np.full(len(whole), rank), whole, weight_only, pieces, pieces, around)
+    made = assembly(shape)
+    chunks = made.stages[made.stage_of[rank]]
+    columns = ((each.whole, each.weight_only, each.running, each.grown, each.grown_after) for each in stretches)
+    whole, weight_only, running, grown, after = (
+        np.array(counts, dtype=np.float64) @ chunks for counts in zip(*columns, strict=True)
+    )
+    every, pieces = np.full(len(stretches), rank), np.repeat(made.ranks[[rank]], len(stretches), axis=0)
+    at = Moments(every, whole, weight_only, pieces, running, grown, after)
     return {cause: value[:, 0] for cause, value in moment_bytes(evaluation.table, shape, at, held).items()}

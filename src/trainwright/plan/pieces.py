@@ -105,8 +105,9 @@ def _loss_operations(
     # softmax, scales it in place, and rounds it to the logits' format.
     wide = max(size, 4)
     rounding = wide + size if size < wide else 0
-    # Live in backward beside the logits: the softmax that becomes their gradient, and that rounded.
-    copies = wide + (size if size < wide else 0)
+    # Live in backward beside the logits: the softmax that becomes their gradient, and that rounded. A CPU's
+    # softmax makes its input wide first, which is gone when the result is rounded.
+    copies = wide + (0 if size == wide else wide if table.cluster.device.kind == "cpu" else size)
     loss = Elementwise("loss", (size + wide) * logits, (size + 3 * wide + rounding) * logits, kernels=2)
     if table.recipe.loss_kernel == "fused":
         # Forward reads the logits twice, for the maximum and the sum, and writes their gradient over them.
@@ -134,8 +135,12 @@ def _loss_operations(
     operations = (norm(table), *into, matmul, *exchange, loss)
     if in_chunks:
         # A piece's gradient is made right after its loss, so that its logits are alive for a moment only.
-        return operations, 0 * logits, logits * (size + copies) / table.recipe.loss_chunks
-    return operations, size * logits, logits * copies
+        # The gradient of the head's matrix is summed in the wide format, and kept in the other.
+        rounded = size if size < wide else 0
+        summed = vocab * model.d_model * (wide - size)
+        return operations, 0 * logits, logits * (size + copies + rounded) / table.recipe.loss_chunks + summed
+    # Its own gradient stands in the logits' place when that of the matrix is made.
+    return operations, size * logits, np.maximum(logits * copies, vocab * model.d_model * size)
 
 
 def _entry_in_chunks(table: Table) -> tuple[Operation, ...]:

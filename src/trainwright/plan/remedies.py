@@ -51,17 +51,17 @@ def diagnosed(question: Question, told: Callable[[str], None] = lambda name: Non
     is_moe = question.model.is_moe
     tried = [name for name, field, _ in SEARCHED if field not in question.fixed and (is_moe or field != "ep")]
     remedies = []
-    for remedy in chain(_changed(question), _more_devices(question), _shorter(question)):
-        if remedy:
-            told(remedy.name)
-            remedies.append(remedy)
+    for each in chain(_changed(question), _more_devices(question), _shorter(question)):
+        if each:
+            told(each.name)
+            remedies.append(each)
     return found.changed(tried=tuple(tried), remedies=tuple(sorted(remedies, key=_cost)))
 
 
-def _cost(remedy: Remedy) -> tuple[bool, bool, float]:
+def _cost(found: Remedy) -> tuple[bool, bool, float]:
     """What fits and leaves the job as it is first, and of that what takes least of the devices' time."""
-    missing = remedy.plan.short_by_bytes
-    return not remedy.plan.fits, not remedy.same_job, missing or remedy.device_s_per_token
+    missing = found.plan.short_by_bytes
+    return not found.plan.fits, not found.same_job, missing or found.device_s_per_token
 
 
 def _fastest_and_roomiest(evaluation: Evaluation) -> list[int]:
@@ -84,7 +84,7 @@ def _nearest(evaluation: Evaluation) -> list[int]:
     return list(found.values())
 
 
-def _remedy(name: str, question: Question, *, same_job: bool = True) -> Remedy | None:
+def remedy(name: str, question: Question, *, same_job: bool = True) -> Remedy | None:
     """What the changed question leads to; None where it has no legal layout."""
     try:
         evaluation, best = shortlisted(question.changed(top=1))
@@ -113,9 +113,9 @@ def _changed(question: Question) -> Iterator[Remedy | None]:
         if field in fixed and fixed[field] != value and (is_moe or field != "ep"):
             others = {each: choice for each, choice in fixed.items() if each != field}
             chosen = others if value is None else others | {field: value}
-            yield _remedy(f"{name} in place of {field} {fixed[field]}", question.changed(fixed=chosen))
+            yield remedy(f"{name} in place of {field} {fixed[field]}", question.changed(fixed=chosen))
     for name, choices in _smaller(question.recipe).items():
-        yield _remedy(name, question.changed(recipe=question.recipe.changed(**choices)))
+        yield remedy(name, question.changed(recipe=question.recipe.changed(**choices)))
 
 
 def _smaller(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -141,7 +141,7 @@ def _more_devices(question: Question) -> Iterator[Remedy | None]:
     found = None
     for count in device_counts(question.cluster, min(MOST_GROWTH * question.devices, MOST_DEVICES)):
         if count > question.devices and not (found and found.plan.fits):
-            found = _remedy(f"{count:,} devices", question.changed(devices=count)) or found
+            found = remedy(f"{count:,} devices", question.changed(devices=count)) or found
     yield found
 
 
@@ -150,7 +150,7 @@ def _shorter(question: Question) -> Iterator[Remedy | None]:
 
     def tried(seq_len: int) -> Remedy | None:
         recipe = question.recipe.changed(seq_len=seq_len)
-        return _remedy(f"sequences of {seq_len:,} tokens", question.changed(recipe=recipe), same_job=False)
+        return remedy(f"sequences of {seq_len:,} tokens", question.changed(recipe=recipe), same_job=False)
 
     lengths = [question.recipe.seq_len >> halvings for halvings in range(1, MOST_HALVINGS + 1)]
     shortest = tried(lengths[-1]) if lengths[-1] else None
@@ -158,4 +158,4 @@ def _shorter(question: Question) -> Iterator[Remedy | None]:
         yield shortest
         return
     longer = (tried(seq_len) for seq_len in lengths[:-1])
-    yield next((remedy for remedy in longer if remedy and remedy.plan.fits), shortest)
+    yield next((each for each in longer if each and each.plan.fits), shortest)

@@ -3,6 +3,7 @@
 Views are read on 80 columns and without colour: a bar stands beside its number, never instead of it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from trainwright.spec.units import seconds_text
 BAR_COLUMNS = 30
 EIGHTHS = " ▏▎▍▌▋▊▉"
 SPARKS = "▁▂▃▄▅▆▇█"
+NO_NUMBER = "×"
 
 
 def headline(text: str, below: str = "") -> RenderableType:
@@ -69,15 +71,19 @@ def bar(share: float, columns: int = BAR_COLUMNS) -> str:
 
 def sparkline(values: Sequence[float], columns: int = 60) -> str:
     """A row of values as block characters, lowest to highest; the mean of its share where there are more
-    values than columns."""
+    values than columns. What is no finite number is a cross."""
     if not values:
         return ""
     columns = min(columns, len(values))
     edges = [round(at * len(values) / columns) for at in range(columns + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = (high - low) or 1.0
-    return "".join(SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] for mean in means)
+    return "".join(
+        SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] if math.isfinite(mean) else NO_NUMBER
+        for mean in means
+    )
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> RenderableType:

@@ -131,6 +131,7 @@ def _plan_facts(plan: Prediction, tokens: int | None, is_moe: bool) -> list[tupl
     ]
     if tokens is not None:
         rows.append(("budget", budget_text(plan, tokens)))
+        rows += failures_facts(plan)
     return rows
 
 
@@ -199,14 +200,28 @@ def recompute_text(recipe: Recipe) -> str:
 
 def budget_text(plan: Prediction, tokens: int) -> str:
     """What the whole token budget takes."""
+    return f"{count_text(tokens)} tokens: {_totals_text(plan.gpu_hours, plan.days, plan.cost_usd)}"
+
+
+def failures_facts(plan: Prediction) -> list[tuple[str, str]]:
+    """What it takes where nodes fail, and how that was reckoned."""
+    failing = plan.with_failures
+    if failing is None:
+        return []
+    totals = _totals_text(failing.gpu_hours, failing.days, failing.cost_usd)
+    often = f"a failure every {seconds_text(failing.mttf_s)}, a save every {seconds_text(failing.interval_s)}"
+    return [("", f"with failures: {totals}"), ("", f"({often}: {failing.ettr:.1%} of the time counts)")]
+
+
+def _totals_text(gpu_hours: float | None, days: float | None, cost_usd: float | None) -> str:
     parts = []
-    if plan.gpu_hours is not None:
-        parts.append(f"{count_text(plan.gpu_hours)} device-hours")
-    if plan.days is not None:
-        parts.append(f"{plan.days:,.1f} days")
-    if plan.cost_usd is not None:
-        parts.append(f"{count_text(plan.cost_usd)} USD")
-    return f"{count_text(tokens)} tokens: " + ", ".join(parts)
+    if gpu_hours is not None:
+        parts.append(f"{count_text(gpu_hours)} device-hours")
+    if days is not None:
+        parts.append(f"{days:,.1f} days")
+    if cost_usd is not None:
+        parts.append(f"{count_text(cost_usd)} USD")
+    return ", ".join(parts)
 
 
 def _shown(causes: dict) -> list[tuple[str, float]]:

@@ -6,6 +6,7 @@ The JSON keys of `Prediction.report` and `Answer.report` are a contract with scr
 from typing import Any, Literal
 
 from trainwright.spec.base import Natural, Noun, Sequence
+from trainwright.spec.goodput import WithFailures
 from trainwright.spec.layout import Layout
 from trainwright.spec.ledger import Ledger
 from trainwright.spec.model import FlopConvention
@@ -87,7 +88,9 @@ class Prediction(Noun):
     gpu_hours: float | None = None
     days: float | None = None
     cost_usd: float | None = None
-    """The three of the whole budget, where the run has one (and the cluster a price)."""
+    """The three of the whole budget, where the run has one (and the cluster a price), if nothing fails."""
+    with_failures: WithFailures | None = None
+    """None where the cluster has no rate of failures."""
 
     @property
     def step_s(self) -> float:
@@ -146,6 +149,8 @@ class Prediction(Noun):
             }
         if self.recompute_choice is not None:
             values["recompute_choice"] = self.recompute_choice.plain()
+        if self.with_failures is not None:
+            values["with_failures"] = self.with_failures.plain()
         totals = {"gpu_hours": self.gpu_hours, "days": self.days, "cost_usd": self.cost_usd}
         return values | {key: value for key, value in totals.items() if value is not None}
 

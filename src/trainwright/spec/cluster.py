@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from trainwright.spec.base import Count, Fraction, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.errors import reject
+from trainwright.spec.recovery import Recovery
 
 Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 """Number formats that a device may have a matmul rate for."""
@@ -305,6 +306,8 @@ class ClusterSpec(Noun):
     bytes."""
     usd_per_device_hour: Positive | None = None
     failures_per_device_day: Positive | None = None
+    recovery: Recovery | None = None
+    """None: as the catalogue assumes of every cluster (`data/recovery.toml`)."""
     provenance: dict[str, Provenance]
     """By dotted field; an entry covers all that lies below it."""
 

@@ -113,6 +113,35 @@ SEEN_SECONDS: Mapping[str, tuple[SecondsCause, ...]] = {
 }
 """What a running program can tell apart, and the predicted causes that each of its causes sums up."""
 
+STEP_SECONDS: Mapping[str, str] = {
+    "compute": "compute",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "pp": "pp",
+    "bubble": "pp",
+    "dp": "dp",
+    "optimizer": "optimizer",
+    "data": "host",
+    "host": "host",
+}
+"""What a clock tells apart in every step, and the key of `SEEN_SECONDS` that each belongs to.
+
+bubble        waiting for a tensor of another stage, and at the step's end for the stages that finish last; what of
+              such a wait its transfer took is in it, as one rank can't tell the two apart
+pp            sends, sums over stages, and transfers that are not overlapped
+data          making the batch
+"""
+
+
+def seen_seconds(step_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by the keys of `STEP_SECONDS` as seconds by those of `SEEN_SECONDS`."""
+    seconds = dict.fromkeys(SEEN_SECONDS, 0.0)
+    for cause, value in step_seconds.items():
+        seconds[STEP_SECONDS[cause]] += value
+    return seconds
+
+
 SEEN_BYTES: Mapping[str, tuple[BytesCause, ...]] = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),

@@ -133,7 +133,7 @@ def _experts(run: Run, plane: int, tp: int, replicas: int, *, keep: bool) -> tup
     if not run.model.is_moe:
         return 1, 1
     etp = tp if run.layout.etp == run.layout.tp else min(run.layout.etp, tp)
-    while plane % etp:
+    while plane % (etp * replicas):
         etp -= 1
     fitting = [
         ep
@@ -192,7 +192,7 @@ def _with_layout(run: Run, layout: Layout, replicas: int) -> Run:
         recompute_layers=None if layers is None else min(layers, 1),
         loss_chunks=min(run.recipe.loss_chunks, 2),
     )
-    data = DataSpec(vocab_size=VOCABULARY - 2)
+    data = DataSpec(vocab_size=VOCABULARY - 2, document_mask=run.data.document_mask)
     layout = layout.changed(stage_layers=chosen)
     return run.changed(layout=layout, recipe=recipe, model=model, data=data, budget=None).check()
 

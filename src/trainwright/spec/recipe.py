@@ -124,7 +124,7 @@ class Recipe(Noun):
     compile: bool = False
     """Each layer but those of multi-token prediction is compiled (torch.compile). Predictions stay the same: what
     is kept is, to the byte, and no source says of the seconds that fusion saves which they are
-    (docs/equations.md, section 16)."""
+    (docs/equations.md, section 17)."""
     capacity_factor: Positive | None = None
     """Tokens that an expert takes, over the mean; the rest is dropped. None drops none (dropless)."""
     balance_loss: NonNegative = 0.0

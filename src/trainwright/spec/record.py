@@ -1,6 +1,7 @@
 """What a running program writes down: micro-measurements (`samples.jsonl`), the steps of a training run
-(`metrics.jsonl`) and, for each of its ranks, where time and memory went (`ledger.jsonl`). One JSON object per
-line, each one of these nouns. What calibration makes of the samples is here too."""
+(`metrics.jsonl`) and, for each of its ranks, where time and memory went: of every step (`causes/rank-0.jsonl` and
+so on), and in sum (`ledger.jsonl`). One JSON object per line, each one of these nouns. What calibration makes of
+the samples is here too."""
 
 from typing import Literal
 
@@ -83,13 +84,30 @@ class StepRecord(Noun):
     """Of all ranks together."""
     step_s: NonNegative
     mfu: NonNegative
-    """As the planner counts it; 0 where the cluster has no peak for the run's precision."""
+    """As the planner counts it, with full attention, against the dense peak of the precision's number format; 0
+    where the cluster has no such peak."""
+    hfu: NonNegative = 0.0
+    """The same with recomputed FLOPs, as the planner counts them, counted as work."""
+    flops_per_s: NonNegative = 0.0
+    """Of one device, as mfu counts them."""
     grad_norm: float
     """Before clipping, over all axes."""
     peak_bytes: NonNegative
     """Most bytes of live tensors so far on the rank that writes; 0 until it was measured."""
     lr: NonNegative
     """Learning rate of the step."""
+
+
+class StepSeconds(Noun):
+    """Where the time of one step went on one rank: a line of `causes/rank-N.jsonl`."""
+
+    step: Count
+    rank: Natural
+    seconds: dict[str, NonNegative]
+    """By the keys of `ledger.STEP_SECONDS`; they sum to the step. Of the device, where that runs behind the
+    program: there they are known a step late, and data and host are what the device waited."""
+    checkpoint_s: NonNegative = 0.0
+    """What a save after the step held the program up; no part of the step."""
 
 
 class RankRecord(Noun):

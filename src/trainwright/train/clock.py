@@ -1,30 +1,55 @@
 """Where a rank's time goes: a stack of causes, of which the innermost runs.
 
 `with clock.of("dp"): ...` charges the time inside to dp and not to the cause around it, so the causes sum to the
-whole. Causes are those of `spec.ledger.SEEN_SECONDS`; what no other claims is `host`.
+whole. Causes are those of `spec.ledger.STEP_SECONDS`; what no other claims is `host`.
+
+A device that runs behind the program is charged by itself: `train/device_clock.py` leaves an event in its stream
+at every change of cause, and nobody waits for it.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
-from trainwright.spec.ledger import SEEN_SECONDS
+from trainwright.spec.ledger import STEP_SECONDS
+
+
+class DeviceMarks(Protocol):
+    """Told of every change of cause, as the program that feeds a device comes by it."""
+
+    def begin(self, cause: str) -> None:
+        """A step begins."""
+        ...
+
+    def change(self, cause: str) -> None:
+        """From here on `cause` is charged."""
+        ...
+
+    def end(self) -> None:
+        """The step ends."""
+        ...
 
 
 class Clock:
-    """Seconds by cause since the last `restart`. `synchronize` waits for a device that runs behind the program:
-    at restart and read, and at every change of cause while the clock is `precise`; otherwise the causes of such a
-    device are those of the program that feeds it, and only their sum is to be trusted."""
+    """Seconds by cause since the last `restart`, of the program. While the clock is `precise`, `synchronize` waits
+    for a device that runs behind the program, at restart, read and every change of cause; otherwise nobody waits,
+    the causes of such a device are what `marks` make of them, and only the sum here is to be trusted."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None] | None = None, marks: DeviceMarks | None = None) -> None:
         self._synchronize = synchronize
+        self._marks = marks
         self._stack = ["host"]
         self.precise = False
+        self.named: Callable[[str], AbstractContextManager[object]] | None = None
+        """While a profiler records: how it is told of a cause."""
         self.restart()
 
     def restart(self) -> None:
-        self.seconds = dict.fromkeys(SEEN_SECONDS, 0.0)
-        self._since_s = self._now_s(synchronized=True)
+        self.seconds = dict.fromkeys(STEP_SECONDS, 0.0)
+        if self._marks is not None:
+            self._marks.begin(self.cause)
+        self._since_s = self._now_s()
 
     @property
     def cause(self) -> str:
@@ -33,25 +58,32 @@ class Clock:
 
     @contextmanager
     def of(self, cause: str) -> Iterator[None]:
-        self._charge()
-        self._stack.append(cause)
-        try:
-            yield
-        finally:
+        with self.named(cause) if self.named is not None else nullcontext():
             self._charge()
-            self._stack.pop()
+            self._stack.append(cause)
+            if self._marks is not None:
+                self._marks.change(cause)
+            try:
+                yield
+            finally:
+                self._charge()
+                self._stack.pop()
+                if self._marks is not None:
+                    self._marks.change(self.cause)
 
     def read(self) -> dict[str, float]:
         """Seconds by cause so far; they sum to the time since `restart`."""
-        self._charge(synchronized=True)
+        self._charge()
+        if self._marks is not None:
+            self._marks.end()
         return dict(self.seconds)
 
-    def _charge(self, *, synchronized: bool = False) -> None:
-        now_s = self._now_s(synchronized=synchronized or self.precise)
+    def _charge(self) -> None:
+        now_s = self._now_s()
         self.seconds[self._stack[-1]] += now_s - self._since_s
         self._since_s = now_s
 
-    def _now_s(self, *, synchronized: bool) -> float:
-        if synchronized and self._synchronize is not None:
+    def _now_s(self) -> float:
+        if self.precise and self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()

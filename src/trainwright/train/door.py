@@ -11,7 +11,10 @@ from trainwright.spec.model import MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 from trainwright.spec.schedule import SCHEDULES
+from trainwright.spec.window import StepWindow, require_inside
 
+WARM_UP = 2
+"""Steps that are slower than the rest, and in which memory is looked at (`train/watch.py`)."""
 TRAINED_KERNELS = ("flash", "unfused")
 TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
 MOST_BETA2_OF_BF16 = 1 - 2**-8
@@ -83,6 +86,20 @@ def require_trainable(run: Run) -> None:
                     reject("recipe.cp_method", recipe.cp_method, remedy)
     if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate and not recipe.overlap.dp:
         reject("recipe.overlap.dp", False, "needs recipe.zero=0: sharded gathers always run beside compute")
+
+
+def require_recordable(
+    run: Run, steps: int, profiled: StepWindow | None, snapshot: StepWindow | None, steps_done: int = 0
+) -> None:
+    """Raise `InvalidSpec` where a window of steps can't be recorded, of a run that goes on after `steps_done`."""
+    if profiled is not None:
+        require_inside(profiled, "--profile", steps_done + WARM_UP + 1, steps)
+    if snapshot is None:
+        return
+    require_inside(snapshot, "--memory-snapshot", steps_done + 1, steps)
+    if run.cluster.device.kind == "cpu":
+        why = "PyTorch records allocations of GPUs alone, and this run's devices are CPUs; leave it out"
+        reject("--memory-snapshot", str(snapshot), why)
 
 
 def _require_moments(recipe: Recipe) -> None:

@@ -1,13 +1,13 @@
-"""A closer look at a few designated steps: the peak of live bytes, and communication that compute waits for.
+"""What is looked at beside the clock: the peak of live bytes, and communication that compute waits for.
 
-Both cost time, so neither runs in a step that is timed.
+The first costs time, and runs in no step that is timed; the second runs in all steps.
 
 Peak bytes. On a GPU the allocator knows. On a CPU every operator's outputs are looked at: a storage that is new
 counts from then until it is gone, whichever thread lets go of it (the profiler's record of allocations misses
 those that gloo's threads release). Temporaries inside one operator are not seen.
 
-Waiting. FSDP2 waits in `Work.wait`, inside compute: a wrapper charges that to dp. What this package waits for
-itself (tensor parallelism, pipeline transfers, bucketed gradients) charges the clock directly, in every step.
+Waiting. FSDP2 waits inside compute: a wrapper charges that to dp. What this package waits for itself (tensor
+parallelism, pipeline transfers, bucketed gradients) charges the clock directly.
 """
 
 import gc
@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,18 +114,37 @@ def live_storages() -> list[torch.UntypedStorage]:
 
 @contextmanager
 def looked_at_closely(clock: Clock) -> Iterator[None]:
-    """While it lasts, the clock is precise, and FSDP2's waits inside compute are charged to dp."""
-    plain_wait = dist.Work.wait
-
-    def timed_wait(work: dist.Work, *arguments: Any) -> Any:
-        # Inside compute only FSDP2 waits for works; elsewhere the clock is on the right cause already.
-        with clock.of("dp" if clock.cause == "compute" else clock.cause):
-            return plain_wait(work, *arguments)
-
-    dist.Work.wait = timed_wait  # pyright: ignore[reportAttributeAccessIssue]
+    """While it lasts, the clock is precise: it waits for a device that runs behind the program."""
     clock.precise = True
     try:
         yield
     finally:
         clock.precise = False
-        dist.Work.wait = plain_wait  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def waits_charged(clock: Clock, device: torch.device) -> Iterator[None]:
+    """While it lasts, FSDP2's waits inside compute are charged to dp. Elsewhere the clock is on the right cause
+    already. It costs some microseconds a wait."""
+
+    def charging(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_wait(*arguments: Any, **named: Any) -> Any:
+            if clock.cause != "compute":
+                return wait(*arguments, **named)
+            with clock.of("dp"):
+                return wait(*arguments, **named)
+
+        return timed_wait
+
+    # On a GPU it waits for events of other streams too, in these two.
+    places = [(dist.Work, "wait")]
+    if device.type == "cuda":
+        places += [(FSDPParamGroup, "wait_for_unshard"), (FSDPParamGroup, "finalize_backward")]
+    plain = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, wait in plain:
+        setattr(place, name, charging(wait))
+    try:
+        yield
+    finally:
+        for place, name, wait in plain:
+            setattr(place, name, wait)

@@ -1,4 +1,5 @@
 """What rank 0 writes while a run goes on: metrics.jsonl, TensorBoard scalars, and at the end ledger.jsonl.
+(What every rank writes is in `train/telemetry.py`.)
 
 A line (or a TensorBoard record) is written whole or not at all: if the disk fills up in the middle, what was torn
 is cut off again, and the run ends with one line that names the file. `train/loop.py` says what the values are.
@@ -22,7 +23,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from trainwright.spec.errors import reject
-from trainwright.spec.record import RankRecord, StepRecord
+from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
 
 METRICS, LEDGER, BOARD = "metrics.jsonl", "ledger.jsonl", "tensorboard"
 
@@ -61,7 +62,7 @@ class Journal:
 
     def __init__(self, directory: Path, steps_done: int = 0) -> None:
         self._directory = directory
-        self._metrics = AppendOnly(directory / METRICS, _bytes_of_steps(directory / METRICS, steps_done))
+        self._metrics = AppendOnly(directory / METRICS, bytes_of_steps(directory / METRICS, steps_done))
         self._board = AppendOnly(directory / BOARD / f"events.out.tfevents.{int(time.time())}.trainwright")
         self._append_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if steps_done:
@@ -90,6 +91,13 @@ class Journal:
         ]
         self._append_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
 
+    def seconds(self, record: StepSeconds) -> None:
+        """Scalars of a step's causes."""
+        values = [
+            Summary.Value(tag=f"seconds/{cause}", simple_value=value) for cause, value in record.seconds.items()
+        ]
+        self._append_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+
     def ledger(self, records: Sequence[RankRecord]) -> None:
         """Write ledger.jsonl, one line per rank: beside its place first, then renamed into it."""
         path = self._directory / LEDGER
@@ -111,7 +119,7 @@ class Journal:
         self._board.append(framed.getvalue())
 
 
-def _bytes_of_steps(path: Path, steps_done: int) -> int:
+def bytes_of_steps(path: Path, steps_done: int) -> int:
     """Of the whole lines at the file's beginning that are of steps up to `steps_done`."""
     kept = 0
     if steps_done and path.is_file():

@@ -1,7 +1,9 @@
 """The training loop: every rank runs it alike; rank 0 writes and tells."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,27 @@ import torch.distributed as dist
 
 from trainwright.spec.errors import reject
 from trainwright.spec.model import FlopConvention
-from trainwright.spec.record import RankRecord, StepRecord
+from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
 from trainwright.spec.run import Run
+from trainwright.spec.window import StepWindow
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position, directory_of, keeping
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch, PackedDataset
-from trainwright.train.door import require_trainable
+from trainwright.train.device_clock import DeviceClock
+from trainwright.train.door import require_recordable, require_trainable
+from trainwright.train.instrument import waits_charged
 from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
-from trainwright.train.parallelize import StepResult, parallelize
+from trainwright.train.parallelize import StepResult, Trainer, parallelize
+from trainwright.train.profiling import Recorders
 from trainwright.train.shards import INDEX, open_shards
+from trainwright.train.telemetry import Telemetry
 from trainwright.train.watch import Watch
+
+OnStep = Callable[[StepRecord, StepSeconds | None], None]
+"""Told of a step, and of the last one whose seconds by cause are known."""
 
 MFU_CONVENTION: FlopConvention = "full"
 """Of the mfu in metrics, as the planner's: against the dense peak of the precision's number format, all ranks."""
@@ -42,15 +52,21 @@ def train(
     shards: Path,
     out_dir: Path,
     steps: int | None = None,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
+    profiled: StepWindow | None = None,
+    snapshot: StepWindow | None = None,
+    recomputed_flops_per_token: float = 0.0,
+    on_step: OnStep = lambda record, seconds: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train `run` on this rank until `steps` are done, or as many as its budget says; every rank calls it alike.
     Where commits of the run lie in its directory, it goes on from the newest that is whole.
 
     `shards` is a directory of token shards (for python-stdlib what `corpus.build_corpus` returned). Rank 0 writes
-    metrics.jsonl, TensorBoard scalars and ledger.jsonl to `out_dir`, tells `on_step` each step, and `on_note` what
-    the user should know of checkpoints. mfu is 0 where the cluster has no peak for the precision.
+    metrics.jsonl, TensorBoard scalars and ledger.jsonl to `out_dir`, tells `on_step` each step (and the last whose
+    seconds by cause are known), and `on_note` what the user should know of checkpoints; every rank writes its
+    seconds by cause. mfu is 0 where the cluster has no peak for the precision; `recomputed_flops_per_token` is
+    what hfu counts beside. Steps of `profiled` are recorded by torch.profiler, those of `snapshot` in the
+    allocator's history.
 
     Raises `InvalidSpec` for a run that can't be trained, bad data, commits of another run and an output that can't
     be written.
@@ -63,8 +79,9 @@ def train(
         reject("steps", wanted, "must be at least 1")
     dataset = _dataset(run, shards)
     with joined(run.layout, run.recipe.dp_replicate) as mesh:
-        # On a GPU the program runs ahead of the device, so the clock waits for it where it is read.
-        clock = Clock(torch.cuda.synchronize if mesh.device.type == "cuda" else None)
+        # On a GPU the program runs ahead of the device, which therefore has a clock of its own.
+        device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if mesh.device.type == "cuda" else None
+        clock = Clock(torch.cuda.synchronize if device else None, device)
         trainer = parallelize(run, mesh, clock)
         keeper = Keeper(
             trainer,
@@ -80,47 +97,71 @@ def train(
                 if mesh.rank == 0:
                     on_note(f"all {wanted} steps are done; train further with --steps or a larger budget")
                 return
-            _train_on(
-                keeper, dataset, start, wanted, Journal(out_dir, start.step) if mesh.rank == 0 else None, on_step
-            )
+            require_recordable(run, wanted, profiled, snapshot, start.step)
+            journal = Journal(out_dir, start.step) if mesh.rank == 0 else None
+            with (
+                journal or nullcontext(),
+                Telemetry(out_dir, mesh.rank, device, start.step) as telemetry,
+                waits_charged(clock, mesh.device),
+            ):
+                recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
+                writers = _Writers(journal, telemetry, recorders, on_step, recomputed_flops_per_token)
+                _train_on(keeper, dataset, start, wanted, writers)
 
 
-def _train_on(
-    keeper: Keeper,
-    dataset: PackedDataset,
-    start: Position,
-    wanted: int,
-    journal: Journal | None,
-    on_step: Callable[[StepRecord], None],
-) -> None:
+@dataclass(frozen=True)
+class _Writers:
+    """What is told of every step on this rank."""
+
+    journal: Journal | None
+    """Of the first rank."""
+    telemetry: Telemetry
+    recorders: Recorders
+    on_step: OnStep
+    recomputed_flops_per_token: float
+
+
+def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: int, writers: _Writers) -> None:
     """From `start` to the end."""
     trainer, run = keeper.trainer, keeper.trainer.run
     watch = Watch(trainer, wanted - start.step)
     origin = start.samples - start.step * run.recipe.global_batch
-    with journal or nullcontext():
-        for step in range(start.step, wanted):
-            lr = learning_rate(run.recipe.optimizer, step, keeper.schedule_steps)
-            batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
-            result = watch.around(step - start.step, lambda batch=batch, lr=lr: trainer.step(batch(), lr))
-            if journal is not None:
-                record = _step_record(run, watch, step, lr, result)
-                journal.step(record)
-                on_step(record)
-            done = Position(step + 1, origin + (step + 1) * run.recipe.global_batch)
-            keeper.after_step(done, watch.last_step_s, is_last=step + 1 == wanted)
-        records = _on_rank_0(watch.record(), trainer.mesh)
-        if journal is not None:
-            journal.ledger(records)
+    for step in range(start.step, wanted):
+        lr = learning_rate(run.recipe.optimizer, step, keeper.schedule_steps)
+        batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
+        with writers.recorders.around(step + 1):
+            body = partial(_step, trainer, batch, lr)
+            result = watch.around(step - start.step, body, is_recorded=writers.recorders.slows(step + 1))
+        writers.recorders.after(step + 1)
+        writers.telemetry.ended(step + 1, watch.last_seconds)
+        if writers.journal is not None:
+            record = _step_record(run, watch, step, lr, result, writers.recomputed_flops_per_token)
+            writers.journal.step(record)
+            if writers.telemetry.latest is not None:
+                writers.journal.seconds(writers.telemetry.latest)
+            writers.on_step(record, writers.telemetry.latest)
+        done = Position(step + 1, origin + (step + 1) * run.recipe.global_batch)
+        began_s = time.perf_counter()
+        keeper.after_step(done, watch.last_step_s, is_last=step + 1 == wanted)
+        is_saving = keeper.policy is not None
+        writers.telemetry.saved(step + 1, time.perf_counter() - began_s if is_saving else 0.0)
+    records = _on_rank_0(watch.record(), trainer.mesh)
+    if writers.journal is not None:
+        writers.journal.ledger(records)
+
+
+def _step(trainer: Trainer, batch: Callable[[], Batch], lr: float) -> StepResult:
+    with trainer.clock.of("data"):
+        made = batch()
+    return trainer.step(made, lr)
 
 
 def _dataset(run: Run, directory: Path) -> PackedDataset:
     shards = open_shards(directory)
-    if shards.vocab_size > run.model.vocab_size:
-        reject(
-            "model.vocab_size",
-            run.model.vocab_size,
-            f"is below the vocabulary of {directory}, {shards.vocab_size}; raise it or choose other data",
-        )
+    for field, most in (("model.vocab_size", run.model.vocab_size), ("data.vocab_size", run.data.vocab_size)):
+        if shards.vocab_size > most:
+            why = f"is below the vocabulary of {directory}, {shards.vocab_size}; raise it or choose other data"
+            reject(field, most, why)
     if run.data.document_mask and shards.end_of_document is None:
         reject(
             "data.document_mask",
@@ -145,17 +186,23 @@ def batch_of(run: Run, dataset: PackedDataset, step: int, dp_rank: int, origin: 
     )
 
 
-def _step_record(run: Run, watch: Watch, step: int, lr: float, result: StepResult) -> StepRecord:
+def _step_record(
+    run: Run, watch: Watch, step: int, lr: float, result: StepResult, recomputed_flops_per_token: float
+) -> StepRecord:
     recipe = run.recipe
     tokens_per_s = recipe.tokens_per_step / watch.last_step_s
-    flops_per_s = tokens_per_s * run.model.flops_per_token(recipe.seq_len, MFU_CONVENTION)
+    flops_per_token = run.model.flops_per_token(recipe.seq_len, MFU_CONVENTION)
     peak_flops_per_s = run.cluster.peak(recipe.matmul_format)
+    at_peak_s = flops_per_token / (peak_flops_per_s * run.layout.world) if peak_flops_per_s else 0.0
+    worked = 1 + recomputed_flops_per_token / flops_per_token
     return StepRecord(
         step=step + 1,
         loss=result.loss,
         tokens_per_s=tokens_per_s,
         step_s=watch.last_step_s,
-        mfu=flops_per_s / (peak_flops_per_s * run.layout.world) if peak_flops_per_s else 0.0,
+        mfu=tokens_per_s * at_peak_s,
+        hfu=tokens_per_s * at_peak_s * worked,
+        flops_per_s=tokens_per_s * flops_per_token / run.layout.world,
         grad_norm=result.grad_norm,
         peak_bytes=float(watch.peak_bytes),
         lr=lr,

@@ -107,7 +107,7 @@ class Trainer:
         # One small collective for both: all ranks of a tp group hold the same loss, so each gives its part. Ranks
         # that are early wait here for the others, in a pipeline for the stages that finish last.
         last = next((axis for axis in ("pp", "dp", "cp") if layout.degree(axis) > 1), "tp")
-        with self.clock.of(last):
+        with self.clock.of("bubble" if last == "pp" else last):
             loss, square = self.mesh.sum_over_world([float(loss_sum) / layout.tp, share])
         return StepResult(loss / batch.global_tokens, math.sqrt(square))
 

@@ -115,7 +115,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("format") != FORMAT or index.get("dtype") not in DTYPES:
         reject("data.path", str(path.parent), remedy)
     entries, vocab_size = index.get("shards"), index.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1 or not isinstance(entries, list):
+    if type(vocab_size) is not int or vocab_size < 1 or not isinstance(entries, list):
         reject("data.path", str(path.parent), remedy)
     end = index.get("end_of_document", 0)
     if not isinstance(end, int) or not 0 <= end < vocab_size:

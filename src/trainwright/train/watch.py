@@ -11,13 +11,13 @@ that is measured with what it has.
 import statistics
 from collections.abc import Callable
 
-from trainwright.spec.ledger import SEEN_SECONDS
+from trainwright.spec.ledger import STEP_SECONDS, seen_seconds
 from trainwright.spec.record import RankRecord
+from trainwright.train.door import WARM_UP
 from trainwright.train.instrument import looked_at_closely, peak_bytes_of
 from trainwright.train.parallel.local import bytes_of
 from trainwright.train.parallelize import StepResult, Trainer
 
-WARM_UP = 2
 INSTRUMENTED = 3
 
 
@@ -31,6 +31,8 @@ class Watch:
         self._seconds: list[dict[str, float]] = []
         self._plain_s: list[float] = []
         self._all_s: list[float] = []
+        self.last_seconds: dict[str, float] = {}
+        """Of the last step by cause, as the program saw it."""
         self.peak_bytes = 0
         """The most bytes of live tensors so far."""
 
@@ -43,8 +45,9 @@ class Watch:
         """Median of the plainly timed steps."""
         return statistics.median(self._plain_s or self._all_s)
 
-    def around(self, step: int, body: Callable[[], StepResult]) -> StepResult:
-        """Run the body of step `step` (from 0) and measure it as its kind asks."""
+    def around(self, step: int, body: Callable[[], StepResult], *, is_recorded: bool = False) -> StepResult:
+        """Run the body of step `step` (from 0) and measure it as its kind asks. One that a profiler records is
+        slower, and counts for no time."""
         clock, mesh = self._trainer.clock, self._trainer.mesh
         results: list[StepResult] = []
         clock.restart()
@@ -57,6 +60,9 @@ class Watch:
             results.append(body())
         seconds = clock.read()
         self._all_s.append(sum(seconds.values()))
+        self.last_seconds = seconds
+        if is_recorded:
+            return results[0]
         if step in self._instrumented:
             self._seconds.append(seconds)
         elif step >= self._warm_up:
@@ -69,9 +75,9 @@ class Watch:
         moments = [each for state in trainer.optimizer.state.values() for each in state.values() if each.ndim]
         seconds: dict[str, float] = {}
         if self._seconds:
-            medians = {cause: statistics.median(each[cause] for each in self._seconds) for cause in SEEN_SECONDS}
+            medians = {cause: statistics.median(each[cause] for each in self._seconds) for cause in STEP_SECONDS}
             scale = self.step_s / sum(medians.values())
-            seconds = {cause: median * scale for cause, median in medians.items()}
+            seconds = seen_seconds({cause: median * scale for cause, median in medians.items()})
         return RankRecord(
             run_hash=run.hash,
             rank=trainer.mesh.rank,

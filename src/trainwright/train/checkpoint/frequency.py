@@ -7,15 +7,14 @@ What can't be said beforehand, that steps are slower while files are written, is
 two saves is above what its steps take alone by more than the bound, the interval grows by 2.
 """
 
-import math
 import statistics
 
 from trainwright.spec.checkpointing import Checkpointing
+from trainwright.spec.frequency import GROWTH, steps_to_bound, steps_to_write
 
 FIRST_STEPS = 5
 """Before the first save of an adaptive frequency, of which the first `WARM_UP` are not representative."""
 WARM_UP = 2
-GROWTH = 2
 
 
 class Frequency:
@@ -64,9 +63,7 @@ class Frequency:
         step_s = statistics.median(self._alone_s)
         bound = self._policy.overhead_bound
         wanted = max(
-            1,
-            math.ceil((whole_s - self._blocked_s) / step_s),
-            math.ceil(self._blocked_s / (bound * step_s)),
+            steps_to_write(whole_s, self._blocked_s, step_s), steps_to_bound(self._blocked_s, step_s, bound)
         )
         steps = len(self._between_s)
         if steps:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
 from trainwright.train.dryrun.fabric import value_of
@@ -53,6 +54,16 @@ GATHERED = "gathered"
 """In the place of an operator: what FSDP2 gathers, and keeps until it is given back."""
 
 
+GATHERS = (
+    (FSDPParamGroup, "lazy_init"),
+    (FSDPParamGroup, "unshard"),
+    (FSDPParamGroup, "wait_for_unshard"),
+)
+"""Where FSDP2 gathers; before it gathers any, it pads its shards at the first step."""
+
+PLANS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
+"""Where DTensor tries an operator out, without numbers."""
+
 INPUT = SavedKey("", "input", True)
 """What came from the stage before."""
 
@@ -82,7 +93,8 @@ class Counting(LiveBytes):
         self._input_key: int | None = None
         self._output_key: int | None = None
         self._is_floating, self._is_number = True, False
-        self._gathering = 0
+        self._does: Counter[str] = Counter()
+        """How deep FSDP2 is in what `GATHERS`, and DTensor in what it `PLANS`."""
         self._pieces: tuple[Transformer, ...] = ()
         super().__init__(storages)
 
@@ -105,24 +117,25 @@ class Counting(LiveBytes):
 
         self._pieces = tuple(pieces)
         hooks = [piece.register_forward_hook(passed) for piece in pieces]
-        # The first step pads its shards, before it gathers any.
-        plain = FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+        plain = [(owner, name, getattr(owner, name)) for owner, name in (*GATHERS, PLANS)]
 
-        def gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+        def known(does: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*arguments: Any, **keywords: Any) -> Any:
-                self._gathering += 1
+                self._does[does] += 1
                 try:
                     return function(*arguments, **keywords)
                 finally:
-                    self._gathering -= 1
+                    self._does[does] -= 1
 
             return wrapped
 
-        FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = map(gathering, plain)
+        for owner, name, function in plain:
+            setattr(owner, name, known("plans" if (owner, name) == PLANS else "gathers", function))
         try:
             yield
         finally:
-            FSDPParamGroup.lazy_init, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard = plain
+            for owner, name, function in plain:
+                setattr(owner, name, function)
             for hook in hooks:
                 hook.remove()
 
@@ -161,10 +174,13 @@ class Counting(LiveBytes):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._operator = func._opname if not self._gathering else GATHERED
+        if self._does["plans"]:
+            return func(*args, **(kwargs or {}))
+        self._operator = func._opname if not self._does["gathers"] else GATHERED
         if self._fake is None and "c10d" in func.namespace:
-            keys = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-            self._sent_later += [self._references[key] for key in keys & self._references.keys() - self._born.keys()]
+            tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            keys = {each.untyped_storage()._cdata for each in tensors} - self._born.keys()
+            self._sent_later += [self._references[key] for key in keys & self._references.keys()]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented and func.namespace == "aten":
             count = flops_of(func._opname, args, kwargs or {})
@@ -203,7 +219,7 @@ class Counting(LiveBytes):
         super()._watch(storage)
         self._most = max(self._most, self.bytes)
         if is_new and self._act is not None:
-            operator = GATHERED if self._gathering else self._operator
+            operator = GATHERED if self._does["gathers"] else self._operator
             self._born[key] = SavedKey(self._places.module, operator, self._is_floating, self._is_number)
 
 

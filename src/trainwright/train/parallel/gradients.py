@@ -23,6 +23,10 @@ class DataParallel(Protocol):
         gradients have been accumulated."""
         ...
 
+    def before_act(self) -> None:
+        """Called before each act of the pipeline."""
+        ...
+
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         """Called before each backward pass of a piece; `is_last` for its last microbatch of the step."""
         ...

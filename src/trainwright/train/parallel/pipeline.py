@@ -118,6 +118,8 @@ class Pipeline:
         assert len(batch.inputs_BS) == self._num_microbatches
         state = InFlight(torch.zeros((), dtype=torch.float64, device=self._mesh.device))
         for step in self._program:
+            if isinstance(step, Act):
+                self._data_parallel.before_act()
             if isinstance(step, Transfer):
                 with self._clock.of("pp"):
                     self._transfer(step, state, batch)
@@ -217,7 +219,8 @@ class Pipeline:
         assert work is not None
         if not self._overlap:
             # gloo hangs if a transfer is waited for twice.
-            work.wait()
+            with self._clock.of("bubble" if transfer.way == "receive" else "pp"):
+                work.wait()
             work = None
         if transfer.way == "receive":
             state.arriving[(transfer.kind, *place)] = (tensor, work)
@@ -234,7 +237,7 @@ class Pipeline:
         return output.detach()
 
     def _arrived(self, kind: str, act: Act, state: InFlight) -> torch.Tensor:
-        with self._clock.of("pp"):
+        with self._clock.of("bubble"):
             tensor, work = state.arriving.pop((kind, act.microbatch, act.chunk))
             if work is not None:
                 work.wait()

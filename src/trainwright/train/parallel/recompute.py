@@ -140,6 +140,8 @@ class _Remade:
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, output: torch.Tensor):
         self._function, self._x = function, x.detach()
+        # Unlike detach(), data has a version of its own: filling is no change that autograd would object to.
+        self._output = output.data
         self.storage = output.untyped_storage()
         self._num_bytes = self.storage.nbytes()
 
@@ -151,7 +153,7 @@ class _Remade:
         if self.storage.nbytes() == 0:
             again = self._function(self._x)
             self.storage.resize_(self._num_bytes)
-            self.storage.copy_(again.untyped_storage())
+            self._output.copy_(again)
 
 
 # In the order in which they wrap: norms last, around the whole layer.

@@ -51,7 +51,6 @@ class Bucket:
     num_bytes: int = 0
     waiting: int = 0
     """Gradients that backward has yet to finish."""
-    flat: torch.Tensor | None = None
     work: dist.Work | None = None
 
 
@@ -97,6 +96,9 @@ class Replicated:
         values = sum(local_of(slot.master).numel() for slot in self._slots)
         return {"parameters": float(masters + working), "gradients": float(values * self._gradient_dtype.itemsize)}
 
+    def before_act(self) -> None:
+        """Nothing is left over."""
+
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         self._is_last[piece] = is_last
 
@@ -115,10 +117,12 @@ class Replicated:
     def reduce(self) -> None:
         with self._clock.of("dp"):
             for bucket in self.buckets:
-                if bucket.flat is None:
+                if bucket.work is None:
                     self._send(bucket)
             for bucket in self.buckets:
-                _unpack(bucket)
+                assert bucket.work is not None
+                bucket.work.wait()
+                bucket.work = None
         with self._clock.of("tp"):
             self._sum_partial()
 
@@ -148,8 +152,12 @@ class Replicated:
         return hook
 
     def _send(self, bucket: Bucket) -> None:
-        bucket.flat = torch.cat([_gradient(slot).view(-1) for slot in bucket.slots])
-        work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+        gradients = [_gradient(slot) for slot in bucket.slots]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        # From now on the gradients are parts of the bucket: of the whole, no more than one bucket is there twice.
+        for slot, part in zip(bucket.slots, flat.split([each.numel() for each in gradients]), strict=True):
+            _set_gradient(slot, part)
+        work = dist.all_reduce(flat, group=bucket.group, async_op=True)
         assert isinstance(work, dist.Work)
         bucket.work = work
 
@@ -215,30 +223,28 @@ def _add_to_master(slot: Slot, dtype: torch.dtype) -> None:
         local_of(slot.master.grad).add_(local_of(gradient))
         return
     local = local_of(gradient).to(dtype)
-    if isinstance(gradient, DTensor):
-        # Keeps the mark of a partial sum, which the layout of the master doesn't have.
-        slot.master.grad = DTensor.from_local(
-            local,
-            gradient.device_mesh,
-            gradient.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
-    else:
-        slot.master.grad = local
+    slot.master.grad = _like(gradient, local) if isinstance(gradient, DTensor) else local
 
 
-def _unpack(bucket: Bucket) -> None:
-    """Wait for the bucket's sum and copy it back into the gradients."""
-    assert bucket.work is not None
-    assert bucket.flat is not None
-    bucket.work.wait()
-    gradients = [_gradient(slot) for slot in bucket.slots]
-    parts = bucket.flat.split([gradient.numel() for gradient in gradients])
-    for part, gradient in zip(parts, gradients, strict=True):
-        gradient.copy_(part.view_as(gradient))
-    bucket.flat = bucket.work = None
+def _set_gradient(slot: Slot, flat: torch.Tensor) -> None:
+    """Put these values in the place of the master's gradient."""
+    gradient = slot.master.grad
+    assert gradient is not None
+    local = flat.view_as(local_of(gradient))
+    slot.master.grad = _like(gradient, local) if isinstance(gradient, DTensor) else local
+
+
+def _like(gradient: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is cut as `gradient` is; keeps the mark of a partial sum, which the layout
+    of the master doesn't have."""
+    return DTensor.from_local(
+        local,
+        gradient.device_mesh,
+        gradient.placements,
+        run_check=False,
+        shape=gradient.shape,
+        stride=gradient.stride(),
+    )
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:

@@ -103,6 +103,15 @@ class Sharded:
         gradients = self._whole_values * self._gradient_bytes if self._zero == 1 else shards
         return {"parameters": float(shards + gathered), "gradients": float(gradients)}
 
+    def before_act(self) -> None:
+        # FSDP2 keeps what it reduced last, one unit's whole gradients in each piece, until the piece reduces again
+        # or the step ends. An act later they have left.
+        for piece in self._pieces:
+            assert isinstance(piece, FSDPModule)
+            state = piece._get_fsdp_state()
+            for event in _reductions_let_go(state._comm_ctx):
+                torch.accelerator.current_stream().wait_event(event)
+
     def before_backward(self, piece: int, *, is_last: bool, ends_round: bool) -> None:
         reduces = is_last or self._zero == 3 or (self._zero == 2 and ends_round)
         self._ask(piece, is_last=is_last, reduces=reduces, reshards=is_last or self._zero == 3)
@@ -166,6 +175,19 @@ def _add_in_format_of_sums(group: Any, each: Any, add: Callable[[], None], is_re
     has_none = unsharded.grad is None and each.unsharded_accumulated_grad is None
     if is_replicated and group.reduce_grads and has_none and each.reduce_dtype is not None:
         each.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=each.reduce_dtype)
+
+
+def _reductions_let_go(context: Any) -> list[Any]:
+    """Drop the inputs of reductions that are under way; events that memory must wait for, on a device that has
+    them."""
+    # A list since torch 2.13, at most one before; neither is there before the first forward.
+    states = getattr(context, "reduce_scatter_states", [])
+    before = getattr(context, "reduce_scatter_state", None)
+    if before is not None:
+        states, context.reduce_scatter_state = [before], None
+    events = [each.event for each in states if each.event is not None]
+    states.clear()
+    return events
 
 
 def _sharded_modules(piece: nn.Module) -> Iterator[FSDPModule]:

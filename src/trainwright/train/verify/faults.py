@@ -209,17 +209,12 @@ def _positions_one_too_far(subject: "Subject") -> None:
     too far would change nothing: attention sees their distances.)"""
     import torch
 
+    seq_len = subject.trainer.run.recipe.seq_len
     for piece in subject.trainer.pieces:
-        rotary = piece.rotary
-        assert rotary is not None
-
-        def turned(x_BNSH: "torch.Tensor", *others: object, plain: Callable = rotary) -> "torch.Tensor":
-            middle = x_BNSH.shape[2] // 2
-            first, second = x_BNSH[:, :, :middle], x_BNSH[:, :, middle:]
-            longer = plain(torch.cat((first, second[:, :, :1], second), dim=2), *others)
-            return torch.cat((longer[:, :, :middle], longer[:, :, middle + 1 :]), dim=2)
-
-        piece.rotary = turned  # pyright: ignore[reportAttributeAccessIssue]
+        for rotary in (piece.rotary, piece.local_rotary):
+            if rotary is not None:
+                held = torch.arange(seq_len) if rotary.held is None else rotary.held
+                rotary.held = held + (held >= seq_len // 2)
 
 
 FAULTS: Mapping[str, Fault] = {
