@@ -146,6 +146,16 @@ def test_memory_is_of_the_fullest_rank_without_the_framework(comparison: Compari
     assert sum(residual for _, _, residual in parts.values()) == quantities["peak_bytes"][2]
 
 
+def test_gradients_that_come_after_the_peak_are_not_seen_at_it() -> None:
+    ledger = Ledger(bytes={**LEDGER.bytes, "gradients": 0}, seconds=LEDGER.seconds)
+    stage = StageMemory(pp_rank=0, layers=2, ledger=ledger)
+    prediction = PREDICTION.model_copy(update={"stages": (stage,)})
+    comparison = compare(RUN, prediction, [record(0), record(1)])
+    assert by_name(comparison.bytes)["gradients"] == (0, 0, 0)
+    assert by_name(comparison.bytes)["working set"] == (50, 140, 90)
+    assert by_name(comparison.ranks[0].quantities)["peak_bytes"] == (350, 450, 100)
+
+
 def test_tolerance_is_a_fraction_of_the_prediction(comparison: Comparison) -> None:
     assert within_tolerance(comparison, 0.25)
     assert not within_tolerance(comparison, 0.24)

@@ -48,7 +48,9 @@ def compare(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> 
         ),
         bytes=tuple(
             ComparedQuantity(
-                name=cause, predicted=_sum(_stage_bytes(prediction, fullest), parts), seen=_seen(fullest, cause)
+                name=cause,
+                predicted=_sum(_stage_bytes(prediction, fullest), parts),
+                seen=_seen(_at_peak(prediction, fullest), fullest.peak_bytes, cause),
             )
             for cause, parts in SEEN_BYTES.items()
         ),
@@ -97,9 +99,9 @@ def _speed(run: Run, prediction: Prediction, records: Sequence[RankRecord]) -> t
 
 
 def _memory(prediction: Prediction, record: RankRecord) -> RankBytes:
-    predicted = _stage_bytes(prediction, record)
+    predicted, seen = _stage_bytes(prediction, record), _at_peak(prediction, record)
     states = [
-        ComparedQuantity(name=name, predicted=predicted.get(cause, 0.0), seen=record.bytes.get(cause, 0.0))
+        ComparedQuantity(name=name, predicted=predicted.get(cause, 0.0), seen=seen.get(cause, 0.0))
         for name, cause in STATES.items()
     ]
     peak = sum(_sum(predicted, parts) for parts in SEEN_BYTES.values())
@@ -116,8 +118,17 @@ def _stage_bytes(prediction: Prediction, record: RankRecord) -> Mapping[BytesCau
     return prediction.stages[record.pp_rank].ledger.bytes
 
 
-def _seen(record: RankRecord, cause: str) -> float:
-    return record.peak_bytes - sum(record.bytes.values()) if cause == WORKING_SET else record.bytes.get(cause, 0.0)
+def _at_peak(prediction: Prediction, record: RankRecord) -> dict[str, float]:
+    """The rank's states at the peak. Of gradients it tells what it holds after a backward; where the peak is
+    predicted before the first, they aren't there."""
+    seen = dict(record.bytes)
+    if not _stage_bytes(prediction, record).get("gradients", 0.0):
+        seen["gradients"] = 0.0
+    return seen
+
+
+def _seen(states: Mapping[str, float], peak_bytes: float, cause: str) -> float:
+    return peak_bytes - sum(states.values()) if cause == WORKING_SET else states.get(cause, 0.0)
 
 
 def _sum(values: Mapping[C, float], causes: Sequence[C]) -> float:
