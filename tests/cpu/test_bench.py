@@ -61,5 +61,5 @@ def test_they_make_a_cluster_that_predicts(samples: Sequence[Sample]) -> None:
     run = example_run(dp=2, tp=2, recipe={"precision": "fp32"})
     prediction = predict(run.changed(cluster=cluster))
     assert prediction.step_s > cluster.rates.step_overhead_s
-    assert prediction.ledger.seconds["dp"] > 0
+    assert prediction.ledger.seconds["dp"] > 0 or cluster.rates.overlap.dp == 1
     assert prediction.ledger.seconds["core_sharing"] > 0

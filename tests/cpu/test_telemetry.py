@@ -101,7 +101,7 @@ def test_a_trace_of_one_rank_a_stage(trained: Path, capsys: pytest.CaptureFixtur
     records = parse_step_seconds((trained / "causes" / "rank-0.jsonl").read_text(), "rank-0")[6:8]
     charged = seen_seconds({cause: sum(each.seconds[cause] for each in records) / 2 for cause in STEP_SECONDS})
     for cause in ("pp", "optimizer"):
-        assert causes[cause] == pytest.approx(charged[cause], rel=0.1, abs=2e-3)
+        assert causes[cause] == pytest.approx(charged[cause], rel=0.3, abs=5e-3)
     # What starts a collective inside compute is compute to the clock, and communication in a trace.
     assert 0.9 * charged["dp"] < causes["dp"] < charged["dp"] + charged["compute"]
 
