@@ -224,10 +224,12 @@ def whole_kv_bytes(table: Table, kv_width: Floats) -> Floats:
 
 
 def attention_params(table: Table, layer: LayerSpec) -> Floats:
-    """Parameters of attention on one rank. Matrices are cut over tp; norms and output biases are copied."""
+    """Parameters of attention on one rank. Matrices are cut over tp; norms and output biases are copied.
+    Where key/value heads are fewer than ranks, each holds the whole matrices and computes its own heads."""
     attention, tp, d_model = layer.attention, table.columns.tp, table.model.d_model
     if isinstance(attention, GroupedQueryAttention):
-        heads, own_kv, d_head = attention.num_heads / tp, kv_heads(table, attention), attention.d_head
+        heads, d_head, kv = attention.num_heads / tp, attention.d_head, attention.num_kv_heads
+        own_kv = np.where(tp > kv, kv, kv / tp)
         params = d_model * d_head * 2 * (heads + own_kv) + heads * attention.sinks
         params = params + (heads + 2 * own_kv) * d_head * attention.qkv_bias + d_model * attention.out_bias
         norm_widths = {"none": 0.0, "per_head": 2.0 * d_head, "all_heads": (heads + own_kv) * d_head}

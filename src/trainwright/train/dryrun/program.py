@@ -19,6 +19,7 @@ from trainwright.train.dryrun.fabric import even_choice
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.local import cut_alike
 from trainwright.train.parallel.materialize import fill
 from trainwright.train.parallelize import Trainer, parallelize
 
@@ -58,16 +59,7 @@ def _fake_values(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         with mode:
             value = torch.empty(local.shape, dtype=dtype, device=device)
-        if not isinstance(parameter, DTensor):
-            return value
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return cut_alike(parameter, value)
 
     fill(piece, module, empty)
 

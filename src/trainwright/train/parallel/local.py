@@ -10,6 +10,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cut_alike(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as this rank's part of a tensor that is cut as `whole` is, marks of partial sums included; itself
+    where that is plain."""
+    if not isinstance(whole, DTensor):
+        return local
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def copies_of(tensor: torch.Tensor) -> int:
     """Ranks of the tensor's own mesh that store the same elements as this one; 1 for a plain tensor."""
     copies = 1

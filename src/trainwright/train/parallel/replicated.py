@@ -23,7 +23,7 @@ from trainwright.train.clock import Clock
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
-from trainwright.train.parallel.local import bytes_of, local_of
+from trainwright.train.parallel.local import bytes_of, cut_alike, local_of
 
 BUCKET_BYTES = 25 * MIB
 """DDP's default: large enough for the links' bandwidth, small enough to leave early."""
@@ -223,7 +223,7 @@ def _add_to_master(slot: Slot, dtype: torch.dtype) -> None:
         local_of(slot.master.grad).add_(local_of(gradient))
         return
     local = local_of(gradient).to(dtype)
-    slot.master.grad = _like(gradient, local) if isinstance(gradient, DTensor) else local
+    slot.master.grad = cut_alike(gradient, local)
 
 
 def _set_gradient(slot: Slot, flat: torch.Tensor) -> None:
@@ -231,20 +231,7 @@ def _set_gradient(slot: Slot, flat: torch.Tensor) -> None:
     gradient = slot.master.grad
     assert gradient is not None
     local = flat.view_as(local_of(gradient))
-    slot.master.grad = _like(gradient, local) if isinstance(gradient, DTensor) else local
-
-
-def _like(gradient: DTensor, local: torch.Tensor) -> DTensor:
-    """This rank's part of a tensor that is cut as `gradient` is; keeps the mark of a partial sum, which the layout
-    of the master doesn't have."""
-    return DTensor.from_local(
-        local,
-        gradient.device_mesh,
-        gradient.placements,
-        run_check=False,
-        shape=gradient.shape,
-        stride=gradient.stride(),
-    )
+    slot.master.grad = cut_alike(gradient, local)
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:
