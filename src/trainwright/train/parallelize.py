@@ -123,6 +123,11 @@ class Trainer:
             self.data_parallel.after_update()
         self.balance.after_update()
 
+    def leave_out(self) -> None:
+        """Drop the gradients of a step that is to move nothing."""
+        self.data_parallel.after_update()
+        self.balance.begin_anew()
+
     @property
     def ranks_of_a_stage(self) -> int:
         """Ranks of a pipeline that hold the same stage: 2 where microbatches go through it both ways."""

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec, reject
+from trainwright.spec.supervision import GuardState
 from trainwright.train.checkpoint.directory import FOLDER, Save, locked, save_of, saves_in
 from trainwright.train.checkpoint.frequency import Frequency
 from trainwright.train.checkpoint.identity import require_same_data, require_same_run
@@ -28,6 +29,8 @@ from trainwright.train.checkpoint.saving import OTHER_FAILED, Writing, commit, w
 from trainwright.train.checkpoint.snapshot import Snapshot
 from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.checkpoint.writers import WritePlan, planned
+from trainwright.train.faults.attendant import Attendant
+from trainwright.train.faults.reasons import Diverged
 from trainwright.train.parallelize import Trainer
 
 POLL_S = 0.02
@@ -46,6 +49,7 @@ class Position:
     """Steps that are done."""
     samples: int
     """Global number of the next sample."""
+    guard: GuardState = field(default_factory=GuardState)
 
 
 def directory_of(policy: Checkpointing | None, out_dir: Path) -> Path:
@@ -64,6 +68,7 @@ class Keeper:
     schedule_steps: int
     tell: Tell
     """For notes to the user; of the first rank."""
+    attendant: Attendant
     generation: int = 1
     _rejected: frozenset[str] = frozenset()
     _frequency: Frequency = field(default_factory=lambda: Frequency(Checkpointing()))
@@ -82,7 +87,7 @@ class Keeper:
 
     # Resuming
 
-    def resume(self) -> Position:
+    def resume(self, *, is_rolled_back: bool = False) -> Position:
         """Load the newest commit that is whole and this run's; the beginning where there is none. Raises
         `InvalidSpec` where that commit is of another run or a newer format, or all commits are damaged."""
         saves = self.agreed(saves_in(self.root) if self._is_first else [])
@@ -96,7 +101,8 @@ class Keeper:
                 if outcome.schedule_steps != self.schedule_steps:
                     over = f"{self.schedule_steps} steps, and was over {outcome.schedule_steps}"
                     self._note(f"the learning rate takes its course over {over}")
-                return Position(outcome.step, outcome.samples)
+                self.attendant.resumed(outcome.guard, is_rolled_back=is_rolled_back)
+                return Position(outcome.step, outcome.samples, self.attendant.guard_state)
             rejected[save.name] = outcome
         why = ""
         if self._is_first and any(save.is_committed for save in saves):
@@ -107,6 +113,19 @@ class Keeper:
             reject("checkpoint.directory", str(self.root), why)
         self._pass_over(rejected)
         return Position(0, 0)
+
+    def rolled_back(self, why: str, samples: int) -> Position:
+        """Load the newest commit again, and go on from there with the sample of that number. Raises `Diverged`, on
+        all ranks, where there is none."""
+        assert self.policy is not None
+        self._ended(self.policy.deadline_s)
+        self._plan = self._snapshot = None
+        there = any(save.is_committed for save in saves_in(self.root)) if self._is_first else False
+        if not self.agreed(there):
+            raise Diverged(f"{why}, and there is no commit to roll back to")
+        position = self.resume(is_rolled_back=True)
+        self._note(f"{why}: rolled back to step {position.step}, and on with sample {samples}")
+        return replace(position, samples=samples)
 
     def _pass_over(self, rejected: dict[str, str]) -> None:
         self._rejected = frozenset(rejected)
@@ -162,6 +181,7 @@ class Keeper:
             reject("checkpoint.directory", str(self.root), what)
 
     def _begin(self, position: Position) -> None:
+        self.attendant.before_save(position.step)
         mesh = self.trainer.mesh
         if self._plan is None or self._snapshot is None:
             self._plan = planned(held_blocks(self.trainer), mesh.rank, mesh.layout.world)
@@ -194,6 +214,7 @@ class Keeper:
             generation=self.generation,
             step=position.step,
             samples=position.samples,
+            guard=position.guard,
             schedule_steps=self.schedule_steps,
             written_at_s=time.time(),
             data=self.mark,
@@ -229,6 +250,8 @@ class Keeper:
         if failed:
             self._tell_failure()
             self._remove_rest()
+        elif self._writing is not None and self._save is not None:
+            self.attendant.committed(self._save.step)
         if interval:
             self._frequency.interval = int(interval)
         self._writing = None

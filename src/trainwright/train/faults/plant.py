@@ -1,0 +1,124 @@
+"""Faults that are put into a run on purpose, each in one rank at one step: what `trainwright chaos` and the tests
+do to a worker from within. Killing, stopping and slowing from outside need nothing here.
+
+Each happens once, however often the step is done again: a file beside the beats says that it did.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from trainwright.spec.base import Count, Natural, Noun
+from trainwright.train.checkpoint.state import held_blocks
+from trainwright.train.data import Batch
+from trainwright.train.parallelize import Trainer
+
+PlantKind = Literal["kill", "stop", "busy", "store", "crash", "slow", "nan", "spike", "flip"]
+
+SLOW_FACTOR = 1.5
+SPIKE = 1e4
+"""By which a layer's input is multiplied; RMS norms take most of it back, residual streams don't."""
+
+
+class Planted(Noun):
+    """One fault. flip: a bit of a tensor of the state, weights and moments counted through by `place`."""
+
+    kind: PlantKind
+    rank: Natural
+    step: Count
+    place: Natural = 0
+
+
+def read_plants(path: Path) -> list[Planted]:
+    """Of a JSON list."""
+    return [Planted.parse(each) for each in json.loads(path.read_text())]
+
+
+class Plants:
+    """Those of this rank. `before` and `after` are called around each step, which is `step` from 1 on."""
+
+    def __init__(self, trainer: Trainer, planted: Sequence[Planted], marks: Path) -> None:
+        self._trainer, self._marks = trainer, marks
+        self._mine = [(number, each) for number, each in enumerate(planted) if each.rank == trainer.mesh.rank]
+        self._undo: list[Callable[[], None]] = []
+
+    def before(self, step: int) -> None:
+        for each in self._due(step, ("kill", "stop", "busy", "store", "crash", "slow", "nan", "spike")):
+            self._act(each)
+
+    def after(self, step: int) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for each in self._due(step, ("flip",)):
+            flip(self._trainer, each.place)
+
+    def _due(self, step: int, kinds: Sequence[PlantKind]) -> list[Planted]:
+        found = []
+        for number, each in self._mine:
+            mark = self._marks / f"planted-{number}"
+            if each.step == step and each.kind in kinds and not mark.exists():
+                mark.touch()
+                found.append(each)
+        return found
+
+    def _act(self, planted: Planted) -> None:
+        if planted.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif planted.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif planted.kind == "crash":
+            raise RuntimeError("planted: this rank crashes")
+        elif planted.kind == "slow":
+            self._slow()
+        else:
+            self._in_forward(planted.kind)
+
+    def _in_forward(self, kind: PlantKind) -> None:
+        """Let it happen where the first layer of this rank computes."""
+        layer = next(iter(self._trainer.pieces[0].layers.values()))
+
+        def hook(module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if kind == "busy":
+                while True:
+                    pass
+            if kind == "store":
+                dist.distributed_c10d._get_default_store().get("a key that nobody sets")
+            x, *others = arguments
+            return (x * (float("nan") if kind == "nan" else SPIKE), *others)
+
+        handle = layer.register_forward_pre_hook(hook)
+        self._undo.append(handle.remove)
+
+    def _slow(self) -> None:
+        """From now on computing takes longer, in this process."""
+        clock, plain = self._trainer.clock, self._trainer.pipeline.run
+
+        def slowly(batch: Batch) -> Any:
+            before_s = clock.seconds["compute"]
+            loss = plain(batch)
+            until_s = time.perf_counter() + (clock.seconds["compute"] - before_s) * (SLOW_FACTOR - 1)
+            with clock.of("compute"):
+                while time.perf_counter() < until_s:
+                    pass
+            return loss
+
+        self._trainer.pipeline.run = slowly
+
+
+@torch.no_grad()
+def flip(trainer: Trainer, place: int) -> str:
+    """Flip one bit of the state, in memory; the tensor that has it."""
+    held = [each for each in held_blocks(trainer) if each.values.numel()]
+    block = held[place % len(held)]
+    values = block.values.view(-1).view(torch.uint8)
+    at = place * 7919 % values.numel()
+    values[at] ^= 1 << (place % 8)
+    return block.name
