@@ -18,7 +18,7 @@ class Supervision(Noun):
     hang_s: Annotated[float, Field(ge=1.0, le=3600.0)] = 2.0
     """For which no rank may get on, at the least, until one is said to hang; where the slowest of its acts so far
     takes long, `HANG_FACTOR` times as long as that."""
-    slow_factor: Annotated[float, Field(gt=1.0, le=100.0)] = 1.25
+    slow_factor: Annotated[float, Field(gt=1.0, le=100.0)] = 1.33
     """A rank is told as slow whose own work takes so many times as long as that of others with the same work."""
     digest_every_steps: Natural = 0
     """Hold the digests of state that several ranks have against one another so often, and before each save; 0:

@@ -110,6 +110,8 @@ class _Attempts:
                 if failure.kind == "diverged":
                     return ended.status
                 if self.fruitless > self.policy.max_restarts:
+                    text = f"no attempt of the last {self.fruitless} came beyond step {self.furthest_step}"
+                    note(f"{text}, as supervision.max_restarts has it: the run is given up")
                     return ended.status
                 now = self._next(now, failure)
             self.number += 1
@@ -184,6 +186,12 @@ class _Attempts:
 def tell(record: FaultRecord) -> None:
     """One line, at once."""
     sys.stdout.write(json.dumps({"fault": record.plain()}) + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """For a person, at once."""
+    sys.stdout.write(f"note: {text}\n")
     sys.stdout.flush()
 
 

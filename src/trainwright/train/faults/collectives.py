@@ -21,7 +21,8 @@ def last_entered(mesh: Mesh) -> Callable[[], list[dict[str, Any]]]:
         axes.setdefault(mesh.groups[axis].group_name, axis)
 
     def entered() -> list[dict[str, Any]]:
-        entries = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])
+        text = _distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
+        entries = json.loads(text).get("entries", [])
         entries = [each for each in entries if not each["is_p2p"]]
         found: dict[str, dict[str, Any]] = {}
         for entry in sorted(entries, key=lambda each: each["record_id"]):

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +23,13 @@ from trainwright.train.parallelize import Trainer
 PlantKind = Literal["kill", "stop", "busy", "store", "crash", "slow", "nan", "spike", "flip"]
 
 SLOW_FACTOR = 1.5
-SPIKE = 1e4
-"""By which a layer's input is multiplied; RMS norms take most of it back, residual streams don't."""
+SPIKE = 30.0
+"""By which the head's input is multiplied: predictions are as wrong as before, and sure of it."""
 
 
 class Planted(Noun):
-    """One fault. flip: a bit of a tensor of the state, weights and moments counted through by `place`."""
+    """One fault. flip: a bit of a tensor of the state, weights and moments counted through by `place`. spike: of a
+    rank that has the head."""
 
     kind: PlantKind
     rank: Natural
@@ -50,24 +51,26 @@ class Plants:
         self._undo: list[Callable[[], None]] = []
 
     def before(self, step: int) -> None:
+        self._take_back()  # of a step that was not finished
         for each in self._due(step, ("kill", "stop", "busy", "store", "crash", "slow", "nan", "spike")):
             self._act(each)
 
     def after(self, step: int) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._take_back()
         for each in self._due(step, ("flip",)):
             flip(self._trainer, each.place)
 
-    def _due(self, step: int, kinds: Sequence[PlantKind]) -> list[Planted]:
-        found = []
+    def _take_back(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _due(self, step: int, kinds: Sequence[PlantKind]) -> Iterator[Planted]:
         for number, each in self._mine:
             mark = self._marks / f"planted-{number}"
             if each.step == step and each.kind in kinds and not mark.exists():
                 mark.touch()
-                found.append(each)
-        return found
+                yield each
 
     def _act(self, planted: Planted) -> None:
         if planted.kind == "kill":
@@ -78,6 +81,8 @@ class Plants:
             raise RuntimeError("planted: this rank crashes")
         elif planted.kind == "slow":
             self._slow()
+        elif planted.kind == "spike":
+            self._spike()
         else:
             self._in_forward(planted.kind)
 
@@ -92,10 +97,20 @@ class Plants:
             if kind == "store":
                 dist.distributed_c10d._get_default_store().get("a key that nobody sets")
             x, *others = arguments
-            return (x * (float("nan") if kind == "nan" else SPIKE), *others)
+            return (x * float("nan"), *others)
 
         handle = layer.register_forward_pre_hook(hook)
         self._undo.append(handle.remove)
+
+    def _spike(self) -> None:
+        norm = self._trainer.pieces[-1].norm
+        if norm is not None:
+
+            def hook(module: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+                return output * SPIKE
+
+            handle = norm.register_forward_hook(hook)
+            self._undo.append(handle.remove)
 
     def _slow(self) -> None:
         """From now on computing takes longer, in this process."""
