@@ -215,7 +215,7 @@ def test_a_newer_format_is_refused(home: Path) -> None:
     (save.path / MANIFEST).write_bytes(text_of(save.manifest().changed(format=9)))
     status, said = train(home / "run.toml", out)
     assert status == 2
-    assert "is a newer format than this program's 1" in said
+    assert "is a newer format than this program's 2" in said
 
 
 def test_what_is_no_directory_of_checkpoints_is_said(home: Path, tmp_path: Path) -> None:

@@ -337,6 +337,9 @@ def _work(
     if first and emulates_its_matmuls(run):
         said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
         typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
+    if first and run.supervision is not None and watched is None:
+        said = "your launcher supervises these processes; of the table, digest_every_steps alone is used here"
+        typer.echo(f"{NOTE}supervision: {said}", err=True)
     windows = windows_of(recorded, run, steps)
     try:
         carry_out(

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 WINDOW, TRIMMED = 18, 4
 """Steps: below the 20 in which it is to be named. Of the seconds that four ranks took on two cores, which differ
-by a sixth from step to step and by a factor now and then, this names a rank that is 1.5 times slow in 99% of cases,
-and another one about once in 10,000 steps; medians and shorter windows did worse (docs/log.md)."""
+by a sixth from step to step and by a factor now and then, this names a rank that is 1.5 times slow in 99% of
+cases, and another one about once in 10,000 steps; medians and shorter windows did worse (docs/log.md)."""
 MOST = 0.55
 """Of those steps in which it was the slowest."""
 LEAST_S = 0.02
