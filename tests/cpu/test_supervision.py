@@ -3,6 +3,7 @@ with fewer places. What is said, what is done, and that the losses are those of 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,31 @@ def test_whatever_ends_a_rank_the_losses_are_those_of_a_run_that_never_stopped(h
         assert each["text"] in said
 
 
+def test_the_state_comes_back_from_memory_and_from_storage_where_both_copies_are_gone(home: Path) -> None:
+    """Shards of two ranks. A death may hit the step whose copies are still on their way: then one more is lost."""
+    checkpoint = {"every_steps": 6, "asynchronous": False, "memory_every_steps": 1}
+    tables = {"checkpoint": checkpoint, "supervision": {"lemon_after": 100}}
+    run_file = run_on(home, "memory.toml", tables, dp=2, recipe={"zero": 1})
+    status, said = train(run_file, home / "unhurt")
+    assert status == 0, said
+    assert "each rank's state is in the memory of 2 of 2 hosts; none is lost with probability 1 if 1 are" in said
+    status, said = train(run_file, home / "memory", ("kill", 1, 5), ("lose", 0, 11), ("lose_all", 1, 17))
+    assert status == 0, said
+    resumed = re.findall(r"resumed at step (\d+) from (memory|/)(, 1 of its ranks from a peer's)?", said)
+    assert [each[1:] for each in resumed] == [
+        ("memory", ""),
+        ("memory", ", 1 of its ranks from a peer's"),
+        ("/", ""),
+    ]
+    assert int(resumed[0][0]) in (3, 4)
+    assert int(resumed[1][0]) in (9, 10)
+    assert resumed[2][0] == "12"
+    assert losses(home / "memory") == losses(home / "unhurt")
+    ends = [saves_in(home / name / "checkpoints")[0].manifest() for name in ("unhurt", "memory")]
+    digests = [[piece.digests for part in each.parts for piece in part.pieces] for each in ends]
+    assert digests[0] == digests[1]
+
+
 @pytest.fixture(scope="module")
 def guarded(home: Path) -> Callable[..., Path]:
     def run_file(name: str, **guard: Any) -> Path:
@@ -214,6 +240,8 @@ def test_a_run_that_gets_no_further_is_given_up(home: Path) -> None:
         (["--set", "guard.cool_down_factor=0.5"], "guard.cool_down_factor=0.5: is the rate of cool_down_steps"),
         (["--set", "guard.window=64"], "guard.window=64: is what spikes are judged by"),
         (["--set", "supervision.grow_after_steps=5"], "supervision.grow_after_steps=5: stops the run at a commit"),
+        (["--set", "checkpoint.memory_every_steps=1"], "checkpoint.memory_every_steps=1: is for a run that is"),
+        (["--set", "checkpoint.memory_replicas=3"], "checkpoint.memory_replicas=3: is of states kept in memory"),
         (["--plants", "none.json"], "--plants='none.json': is for a run that is supervised"),
     ],
 )

@@ -149,6 +149,9 @@ class Run(Noun):
         if guard is not None and guard.action == "roll_back" and (saves is None or saves.every_steps is None):
             why = "needs commits at steps that don't depend on time; set checkpoint.every_steps"
             reject("guard.action", guard.action, why)
+        if saves is not None and saves.memory_every_steps and supervision is None:
+            why = "is for a run that is supervised, as memory is given back by the supervisor; set supervision"
+            reject("checkpoint.memory_every_steps", saves.memory_every_steps, why)
         if supervision is not None and supervision.grow_after_steps and saves is None:
             why = "stops the run at a commit, and none is made; set checkpoint.every_steps, or leave it out"
             reject("supervision.grow_after_steps", supervision.grow_after_steps, why)

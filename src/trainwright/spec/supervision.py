@@ -82,7 +82,7 @@ class GuardState(Noun):
     bad_in_a_row: Natural = 0
 
 
-FaultKind = Literal["died", "hung", "slow", "corrupt", "diverged", "excluded", "shrunk", "grown", "resumed"]
+FaultKind = Literal["died", "hung", "slow", "corrupt", "diverged", "excluded", "shrunk", "grown"]
 
 
 class FaultRecord(Noun):

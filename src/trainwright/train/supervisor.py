@@ -11,6 +11,7 @@ each attempt: between two attempts it is decided which places of the node are us
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainwright.spec.run import Run
 from trainwright.spec.supervision import FaultKind, FaultRecord, Supervision
 from trainwright.train.faults.places import Places, stages_of, visible_devices
-from trainwright.train.faults.shared import shared_directory
+from trainwright.train.faults.shared import MEMORY, shared_directory
 from trainwright.train.faults.watchdog import Watchdog
 
 BAD_INPUT = 2
@@ -109,6 +110,8 @@ class _Attempts:
                 failure = self._failure(watchdog, ended)
                 if failure.kind == "diverged":
                     return ended.status
+                if failure.kind == "corrupt":  # what was kept in memory since may be too; commits are compared
+                    shutil.rmtree(self.directory / MEMORY, ignore_errors=True)
                 if self.fruitless > self.policy.max_restarts:
                     text = f"no attempt of the last {self.fruitless} came beyond step {self.furthest_step}"
                     note(f"{text}, as supervision.max_restarts has it: the run is given up")

@@ -23,6 +23,7 @@ from trainwright.train.checkpoint.directory import FOLDER, Save, locked, save_of
 from trainwright.train.checkpoint.frequency import Frequency
 from trainwright.train.checkpoint.identity import require_same_data, require_same_run
 from trainwright.train.checkpoint.manifest import FORMAT, Damaged, DataMark, Manifest, Part
+from trainwright.train.checkpoint.memory import MemoryTier, Recovered
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.restoring import restore
 from trainwright.train.checkpoint.saving import OTHER_FAILED, Writing, commit, write_part
@@ -31,6 +32,7 @@ from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.checkpoint.writers import WritePlan, planned
 from trainwright.train.faults.attendant import Attendant
 from trainwright.train.faults.reasons import Diverged
+from trainwright.train.faults.shared import MEMORY
 from trainwright.train.parallelize import Trainer
 
 POLL_S = 0.02
@@ -78,12 +80,19 @@ class Keeper:
     _save: Save | None = None
     _told_busy: bool = False
     _told_failure: bool = False
+    _memory: MemoryTier | None = None
     _next_interval: int = 0
     """What the first rank made of the last save; 0: nothing yet."""
 
     def __post_init__(self) -> None:
-        if self.policy is not None:
-            self._frequency = Frequency(self.policy)
+        if self.policy is None:
+            return
+        self._frequency = Frequency(self.policy)
+        watched = self.attendant.watched
+        if self.policy.memory_every_steps and watched is not None:
+            replicas, shared = self.policy.memory_replicas, watched.shared / MEMORY
+            self._memory = MemoryTier(self.trainer, shared, replicas, self.schedule_steps)
+            self._note(f"memory tier: {self._memory.text}")
 
     # Resuming
 
@@ -93,6 +102,11 @@ class Keeper:
         saves = self.agreed(saves_in(self.root) if self._is_first else [])
         self.generation = 1 + max((save.generation for save in saves), default=0)
         rejected: dict[str, str] = {}
+        if self._memory is not None and not is_rolled_back:
+            newest = max((save.step for save in saves if save.is_committed), default=0)
+            recovered = self._memory.recover(self.agreed(newest))
+            if recovered is not None:
+                return self._from_memory(recovered)
         for save in saves:
             outcome = self._loaded(save)
             if isinstance(outcome, Manifest):
@@ -114,6 +128,13 @@ class Keeper:
         self._pass_over(rejected)
         return Position(0, 0)
 
+    def _from_memory(self, recovered: Recovered) -> Position:
+        seconds = max(self._of_all(recovered.seconds))
+        peers = f", {recovered.from_peers} of its ranks from a peer's" if recovered.from_peers else ""
+        self._note(f"resumed at step {recovered.step} from memory{peers}, in {seconds:.3f} s")
+        self.attendant.resumed(recovered.guard, is_rolled_back=False)
+        return Position(recovered.step, recovered.samples, self.attendant.guard_state)
+
     def rolled_back(self, why: str, samples: int) -> Position:
         """Load the newest commit again, and go on from there with the sample of that number. Raises `Diverged`, on
         all ranks, where there is none."""
@@ -123,6 +144,8 @@ class Keeper:
         there = any(save.is_committed for save in saves_in(self.root)) if self._is_first else False
         if not self.agreed(there):
             raise Diverged(f"{why}, and there is no commit to roll back to")
+        if self._memory is not None:
+            self._memory.forget()
         position = self.resume(is_rolled_back=True)
         self._note(f"{why}: rolled back to step {position.step}, and on with sample {samples}")
         return replace(position, samples=samples)
@@ -163,6 +186,10 @@ class Keeper:
         """Called when a step is done: save if it is time to, and always after the last one."""
         if self.policy is None:
             return
+        if self._memory is not None and (position.step % self.policy.memory_every_steps == 0 or is_last):
+            self._memory.save(position.step, position.samples, position.guard)
+            if is_last:
+                self._memory.wait()
         self._frequency.stepped(step_s, is_writing=self._writing is not None and self._writing.is_alive())
         if not self._frequency.is_due(position.step) and not is_last:
             return

@@ -29,6 +29,11 @@ class Watched:
     pulse: Pulse
     planted: Sequence[Planted] = ()
 
+    @property
+    def shared(self) -> Path:
+        """The supervisor's directory in memory, which outlives this rank."""
+        return self.pulse.directory.parent
+
     def phase(self, name: str) -> None:
         self.pulse.change(name)
 
@@ -57,7 +62,7 @@ class Attendant:
         self.trainer.clock.on_change = self.watched.pulse.change
         self.watched.pulse.collectives = last_entered(self.trainer.mesh)
         if self.watched.planted:
-            self._plants = Plants(self.trainer, self.watched.planted, self.watched.pulse.directory.parent)
+            self._plants = Plants(self.trainer, self.watched.planted, self.watched.shared)
 
     @property
     def guard_state(self) -> GuardState:

@@ -6,11 +6,12 @@ Each happens once, however often the step is done again: a file beside the beats
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,20 @@ import torch.distributed as dist
 from trainwright.spec.base import Count, Natural, Noun
 from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.data import Batch
+from trainwright.train.faults.shared import MEMORY, host_folder
 from trainwright.train.parallelize import Trainer
 
-PlantKind = Literal["kill", "stop", "busy", "store", "crash", "slow", "nan", "spike", "flip"]
+PlantKind = Literal["kill", "stop", "busy", "store", "crash", "slow", "nan", "spike", "flip", "lose", "lose_all"]
 
+AFTER: tuple[PlantKind, ...] = ("flip",)
 SLOW_FACTOR = 1.5
 SPIKE = 30.0
 """By which the head's input is multiplied: predictions are as wrong as before, and sure of it."""
 
 
 class Planted(Noun):
-    """One fault. flip: a bit of a tensor of the state, weights and moments counted through by `place`. spike: of a
-    rank that has the head."""
+    """One fault. lose: the rank dies, and the memory of its host with it; lose_all: that of all hosts. flip: a bit
+    of a tensor of the state, weights and moments counted through by `place`. spike: of a rank that has the head."""
 
     kind: PlantKind
     rank: Natural
@@ -45,19 +48,19 @@ def read_plants(path: Path) -> list[Planted]:
 class Plants:
     """Those of this rank. `before` and `after` are called around each step, which is `step` from 1 on."""
 
-    def __init__(self, trainer: Trainer, planted: Sequence[Planted], marks: Path) -> None:
-        self._trainer, self._marks = trainer, marks
+    def __init__(self, trainer: Trainer, planted: Sequence[Planted], shared: Path) -> None:
+        self._trainer, self._shared = trainer, shared
         self._mine = [(number, each) for number, each in enumerate(planted) if each.rank == trainer.mesh.rank]
         self._undo: list[Callable[[], None]] = []
 
     def before(self, step: int) -> None:
         self._take_back()  # of a step that was not finished
-        for each in self._due(step, ("kill", "stop", "busy", "store", "crash", "slow", "nan", "spike")):
+        for each in self._due(step, [kind for kind in get_args(PlantKind) if kind not in AFTER]):
             self._act(each)
 
     def after(self, step: int) -> None:
         self._take_back()
-        for each in self._due(step, ("flip",)):
+        for each in self._due(step, AFTER):
             flip(self._trainer, each.place)
 
     def _take_back(self) -> None:
@@ -67,13 +70,17 @@ class Plants:
 
     def _due(self, step: int, kinds: Sequence[PlantKind]) -> Iterator[Planted]:
         for number, each in self._mine:
-            mark = self._marks / f"planted-{number}"
+            mark = self._shared / f"planted-{number}"
             if each.step == step and each.kind in kinds and not mark.exists():
                 mark.touch()
                 yield each
 
     def _act(self, planted: Planted) -> None:
-        if planted.kind == "kill":
+        if planted.kind in ("lose", "lose_all"):
+            memory = self._shared / MEMORY
+            own = memory / host_folder(self._trainer.mesh.rank)
+            shutil.rmtree(own if planted.kind == "lose" else memory, ignore_errors=True)
+        if planted.kind in ("kill", "lose", "lose_all"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif planted.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -13,13 +13,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-MEMORY = Path("/dev/shm")
+MEMORY = "memory"
+"""In such a directory, the folder of states (`train/checkpoint/memory.py`)."""
+HOME = Path("/dev/shm")
 """Linux's file system in memory; elsewhere the system's directory of temporary files serves."""
 LOCK = "lock"
 
 
+def host_folder(place: int) -> str:
+    """In `MEMORY`, what is in the memory of a host."""
+    return f"host-{place}"
+
+
 def _home() -> Path:
-    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return HOME if os.access(HOME, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextlib.contextmanager
