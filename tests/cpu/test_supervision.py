@@ -63,7 +63,9 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 def faults(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
+    """What went wrong and what was done; that the run goes on again is left out."""
+    lines = (out / "faults.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["kind"] != "resumed"]
 
 
 def what(out: Path) -> list[tuple[str, int | None, int]]:
@@ -115,6 +117,10 @@ def test_whatever_ends_a_rank_the_losses_are_those_of_a_run_that_never_stopped(h
     assert texts[3].startswith("rank 0 hangs in compute of step 14 (plant.py:")
     assert "RuntimeError: planted: this rank crashes" in "\n".join(faults(out)[4]["said"])
     assert "is not the same on ranks 0, 1, and which is right can't be told" in texts[5]
+    told = map(json.loads, (out / "faults.jsonl").read_text().splitlines())
+    resumed = [each for each in told if each["kind"] == "resumed"]
+    assert len(resumed) == len(plants)
+    assert all(each["done_again"] <= 6 for each in resumed)
     for each in faults(out):
         assert each["found_after_s"] <= 3.0
         assert each["text"] in said

@@ -304,6 +304,7 @@ def _work(
     """What each rank does."""
     from trainwright.present.training import causes_text, utilization_text
     from trainwright.spec.errors import InvalidSpec
+    from trainwright.train.checkpoint.keeper import directory_of
     from trainwright.train.faults.attendant import watched_rank
     from trainwright.train.faults.reasons import RunEnded
     from trainwright.train.loop import emulates_its_matmuls
@@ -352,7 +353,9 @@ def _work(
             recomputed_flops_per_token=_recomputed_flops_per_token(run) if first else 0.0,
             on_step=on_step,
             on_note=on_note,
-            watched=None if watched is None else watched_rank(watched, rank, plants),
+            watched=None
+            if watched is None
+            else watched_rank(watched, rank, plants, directory_of(run.checkpoint, out)),
         )
     except RunEnded as ended:
         # All ranks end alike: the first says it.

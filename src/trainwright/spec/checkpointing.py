@@ -68,3 +68,19 @@ class SavedStep(Noun):
     """For which the slowest rank's step waited for the copy in memory."""
     write_s: NonNegative = 0.0
     """Of the slowest rank."""
+
+
+class ShownCommit(Noun):
+    """A commit, as `checkpoint show` has it."""
+
+    name: str
+    step: Natural
+    samples: Natural
+    """Global number of the next sample."""
+    schedule_steps: Natural
+    num_bytes: Natural
+    layout: dict[str, int]
+    files: dict[str, Natural]
+    """Bytes, by name."""
+    tensors: dict[str, list[str | int]]
+    """Kind, as safetensors has it, and shape, by name."""

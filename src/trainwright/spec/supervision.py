@@ -31,8 +31,8 @@ class Supervision(Noun):
 
 
 HANG_FACTOR = 3.0
-"""Above what healthy acts differ by: on two cores shared by four ranks the slowest act of 2,000 steps took 2.1
-times as long as the slowest of the first 10 (docs/log.md)."""
+"""Acts of healthy steps are alike: in 4,000 steps of four ranks on two cores none took longer than the longest of
+the first two steps (docs/log.md). Three times leaves room for data that come late, and for a save beside."""
 
 Action = Literal["skip", "roll_back", "stop"]
 
@@ -82,7 +82,7 @@ class GuardState(Noun):
     bad_in_a_row: Natural = 0
 
 
-FaultKind = Literal["died", "hung", "slow", "corrupt", "diverged", "excluded", "shrunk", "grown"]
+FaultKind = Literal["died", "hung", "slow", "corrupt", "diverged", "excluded", "shrunk", "grown", "resumed"]
 
 
 class FaultRecord(Noun):
@@ -99,4 +99,6 @@ class FaultRecord(Noun):
     at_s: NonNegative
     """Seconds since 1970."""
     found_after_s: NonNegative = 0.0
-    """Since the last sign that all was well."""
+    """Since the last sign that all was well; of resumed, since the failure was known."""
+    done_again: Natural = 0
+    """Of resumed: steps that had been done, or begun, and are done again."""

@@ -89,11 +89,11 @@ class _Attempts:
         self.places = Places(self.run, self.policy.lemon_after)
 
     def until_the_end(self) -> int:
-        now = self.run
+        now, failed = self.run, None
         while True:
             folder = self.directory / f"attempt-{self.number}"
             folder.mkdir()
-            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell)
+            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell, failed)
             if now.layout.dp < self.run.layout.dp and self.policy.grow_after_steps:
                 watchdog.grow_at_step = self.furthest_step + self.policy.grow_after_steps
             watchdog.start()
@@ -103,6 +103,7 @@ class _Attempts:
                 watchdog.stop()
             if ended.status in (0, BAD_INPUT) or ended.is_signalled:
                 return ended.status
+            failed = watchdog.reached, time.monotonic()
             self._count(watchdog)
             if watchdog.has_grown:
                 now = self._grown(watchdog)

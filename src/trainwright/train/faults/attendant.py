@@ -28,6 +28,8 @@ class Watched:
 
     pulse: Pulse
     planted: Sequence[Planted] = ()
+    commits: Path = Path()
+    """Where commits lie, for what is planted in them."""
 
     @property
     def shared(self) -> Path:
@@ -38,9 +40,9 @@ class Watched:
         self.pulse.change(name)
 
 
-def watched_rank(directory: Path, rank: int, plants: Path | None) -> Watched:
+def watched_rank(directory: Path, rank: int, plants: Path | None, commits: Path) -> Watched:
     """This rank as its supervisor watches it in `directory`."""
-    return Watched(Pulse(directory, rank), read_plants(plants) if plants is not None else ())
+    return Watched(Pulse(directory, rank), read_plants(plants) if plants is not None else (), commits)
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Attendant:
         self.trainer.clock.on_change = self.watched.pulse.change
         self.watched.pulse.collectives = last_entered(self.trainer.mesh)
         if self.watched.planted:
-            self._plants = Plants(self.trainer, self.watched.planted, self.watched.shared)
+            self._plants = Plants(self.trainer, self.watched.planted, self.watched.shared, self.watched.commits)
 
     @property
     def guard_state(self) -> GuardState:

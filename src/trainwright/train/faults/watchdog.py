@@ -38,12 +38,15 @@ class Watchdog(threading.Thread):
         attempt: int,
         policy: Supervision,
         tell: Callable[[FaultRecord], None],
+        failed: tuple[int, float] | None = None,
     ) -> None:
+        """failed: in which step the attempt before ended, and when that was known, by the monotonic clock."""
         super().__init__(daemon=True, name="watchdog")
         self._attempt, self._policy, self._tell = attempt, policy, tell
         self._world = sum(map(len, stages))
         self.ranks = [Watched(directory, rank) for rank in range(self._world)]
         self._slowness = Slowness(stages, policy.slow_factor)
+        self._failed = failed
         self.last_step = 0
         self._stopped_since_s: dict[int, float] = {}
         self._looked_at_s = time.monotonic()
@@ -86,6 +89,10 @@ class Watchdog(threading.Thread):
         sights = [sight for each in self.ranks if (sight := each.look()) is not None]
         self.seen = {each.rank: each for each in sights}
         self._look_for_slow()
+        first = self.seen.get(0)
+        if self._failed is not None and first is not None and first.step:
+            self._tell_resumed(first.step, *self._failed)
+            self._failed = None
         if len(sights) < self._world or any(each.state in ("", "Z") for each in sights):
             return None  # some are still starting; one has ended, of which the agent will know
         for each in sights:
@@ -109,6 +116,21 @@ class Watchdog(threading.Thread):
         if len(answers) < self._world and now_s - self._asked_at_s < ANSWER_S:
             return None
         return named(sights, answers, SILENCE_S)
+
+    def _tell_resumed(self, step: int, reached: int, since_s: float) -> None:
+        """That the run is in its first step again; the step may have gone on since it was looked at."""
+        after_s, again = time.monotonic() - since_s, max(0, reached - step + 1)
+        text = f"the run goes on in step {step}, {after_s:.1f} s after the failure; {again} steps are done again"
+        record = FaultRecord(
+            kind="resumed",
+            attempt=self._attempt,
+            step=step,
+            text=text,
+            at_s=time.time(),
+            found_after_s=after_s,
+            done_again=again,
+        )
+        self._tell(record)
 
     def _look_for_slow(self) -> None:
         own_s = [each.own_s(self.last_step) for each in self.ranks]
