@@ -76,7 +76,7 @@ def test_a_plan_follows_from_its_seed_and_keeps_faults_apart(hurt: tuple[Path, d
         assert sorted(each.kind for each in plan) == sorted(kinds)
         steps = [each.step for each in plan]
         assert all(
-            later - earlier >= max(LEAST_APART, 5) for earlier, later in zip(steps, steps[1:], strict=False)
+            later - earlier >= max(LEAST_APART, 5) for earlier, later in pairwise(steps)
         )
         assert steps[0] > 5
         assert steps[-1] <= 100

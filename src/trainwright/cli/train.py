@@ -30,7 +30,7 @@ ACCELERATORS = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}
 
 AFTER_THE_FIRST_S = 2.0
 FAULTS, MOST_SAID = "faults.jsonl", 40
-"""The file of what went wrong in the last call, and how many lines of the workers' output a fault has with it."""
+"""The file of what went wrong, and how many lines of the workers' output a fault has with it."""
 
 NEXT = "compare with: trainwright compare {out}; ask where the time went: trainwright explain {out}"
 
@@ -158,7 +158,6 @@ def trained(
     if plants is not None and run.supervision is None:
         reject("--plants", str(plants), "is for a run that is supervised; set supervision.max_restarts")
     records: list[StepRecord] = []
-    (out / FAULTS).unlink(missing_ok=True)
 
     def on_message(message: dict[str, Any]) -> None:
         seconds = message.pop("causes", None)
