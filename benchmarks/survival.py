@@ -101,7 +101,7 @@ def recoveries(ranks: int, kills: int) -> tuple[list[float], list[int], float]:
     with tempfile.TemporaryDirectory() as scratch:
         out, plants = Path(scratch) / "out", Path(scratch) / "plan.json"
         plants.write_text(json.dumps(plan))
-        file = run_file(Path(scratch), 832, steps, tables)
+        file = run_file(Path(scratch), 672, steps, tables)
         command = [*COMMAND, "train", str(file), "--out", str(out), "--plants", str(plants)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
