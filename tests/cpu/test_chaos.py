@@ -4,6 +4,7 @@ where one did."""
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,7 @@ def test_a_plan_follows_from_its_seed_and_keeps_faults_apart(hurt: tuple[Path, d
         plan = drawn(run, 100, 10, kinds, seed)
         assert sorted(each.kind for each in plan) == sorted(kinds)
         steps = [each.step for each in plan]
-        assert all(
-            later - earlier >= max(LEAST_APART, 5) for earlier, later in pairwise(steps)
-        )
+        assert all(later - earlier >= max(LEAST_APART, 5) for earlier, later in pairwise(steps))
         assert steps[0] > 5
         assert steps[-1] <= 100
     without = run.changed(checkpoint=Checkpointing(every_steps=5), supervision=Supervision())
