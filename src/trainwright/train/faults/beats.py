@@ -29,7 +29,7 @@ PID, BEAT_NS, CHANGES, CHANGED_NS, STEP, PHASE, LONGEST_NS, ASKED, SAVED_STEP, S
 FIRST_OF_RING = 128
 """From here on, for each of the last `RING` steps: its number, and nanoseconds of this rank's own work."""
 
-OUTSIDE = ("starting", "loading", "saving", "failing", "ending")
+OUTSIDE = ("starting", "loading", "saving", "failing")
 """Phases that are no part of a step: how long they take depends on other things than the rank."""
 PHASES = (*OUTSIDE, *STEP_SECONDS)
 OWN_WORK = ("compute", "data", "optimizer", "host")
@@ -69,7 +69,6 @@ class Pulse:
         self._words[CHANGED_NS] = self._words[BEAT_NS] = time.monotonic_ns()
         self._numbers = {name: number for number, name in enumerate(PHASES)}
         self._main = threading.get_ident()
-        self._is_over = threading.Event()
         self.collectives: Callable[[], list[dict[str, Any]]] = list
         """Gives the last collective of each group that this rank entered."""
         self._thread = threading.Thread(target=self._beat, daemon=True, name="pulse")
@@ -108,13 +107,10 @@ class Pulse:
             json.dumps({"kind": kind, "text": text, "rank": rank}).encode(),
         )
 
-    def close(self) -> None:
-        self.change("ending")
-        self._is_over.set()
-
     def _beat(self) -> None:
         answered = 0
-        while not self._is_over.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             self._words[BEAT_NS] = time.monotonic_ns()
             if self._words[ASKED] > answered:
                 answered = int(self._words[ASKED])

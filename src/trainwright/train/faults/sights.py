@@ -85,7 +85,7 @@ class Answer:
     collectives: tuple[Collective, ...] = ()
 
 
-class Watched:
+class SeenRank:
     """One rank, seen from outside. Its file appears when its process starts."""
 
     def __init__(self, directory: Path, rank: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainwright.spec.supervision import FaultRecord, Supervision
 from trainwright.train.faults.hangs import Hang, named, stands_still, stopped
-from trainwright.train.faults.sights import Sight, Watched
+from trainwright.train.faults.sights import SeenRank, Sight
 from trainwright.train.faults.slowness import Slowness
 
 LOOK_S = 0.1
@@ -44,7 +44,7 @@ class Watchdog(threading.Thread):
         super().__init__(daemon=True, name="watchdog")
         self._attempt, self._policy, self._tell = attempt, policy, tell
         self._world = sum(map(len, stages))
-        self.ranks = [Watched(directory, rank) for rank in range(self._world)]
+        self.ranks = [SeenRank(directory, rank) for rank in range(self._world)]
         self._slowness = Slowness(stages, policy.slow_factor)
         self._failed = failed
         self.last_step = 0
