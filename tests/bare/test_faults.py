@@ -14,7 +14,7 @@ from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.run import Run
 from trainwright.spec.supervision import Guard, GuardState, Supervision
 from trainwright.train.faults.guard import FIRST_LOSSES, Judge
-from trainwright.train.faults.hangs import START_S, STOPPED_S, named, stands_still, stopped
+from trainwright.train.faults.hangs import STOPPED_S, named, stands_still, stopped
 from trainwright.train.faults.places import Places, smaller, stages_of, visible_devices
 from trainwright.train.faults.reasons import Diverged, RollBack
 from trainwright.train.faults.shared import shared_directory
@@ -32,13 +32,13 @@ def waits(number: int, group: str = "a", axis: str = "dp") -> Answer:
 
 
 def test_ranks_that_get_on_don_t_hang() -> None:
-    assert not stands_still([sight(0), sight(1, still_s=0.3)], 2.0)
-    assert stands_still([sight(0), sight(1)], 2.0)
+    assert not stands_still([sight(0), sight(1, still_s=0.3)], 2.0, 300.0)
+    assert stands_still([sight(0), sight(1)], 2.0, 300.0)
     # A run whose acts take long is given longer; what is outside of steps, and the first steps, longer still.
-    assert not stands_still([sight(0), sight(1, longest_s=1.0)], 2.0)
-    assert not stands_still([sight(0), sight(1, phase="saving")], 2.0)
-    assert not stands_still([sight(0), sight(1, steps_done=1)], 2.0)
-    assert stands_still([sight(rank, phase="loading", still_s=START_S + 1) for rank in range(2)], 2.0)
+    assert not stands_still([sight(0), sight(1, longest_s=1.0)], 2.0, 300.0)
+    assert not stands_still([sight(0), sight(1, phase="saving")], 2.0, 300.0)
+    assert not stands_still([sight(0), sight(1, steps_done=1)], 2.0, 300.0)
+    assert stands_still([sight(rank, phase="loading", still_s=301.0) for rank in range(2)], 2.0, 300.0)
 
 
 def test_a_stopped_process_is_named_after_a_moment() -> None:

@@ -93,7 +93,8 @@ class _Attempts:
         while True:
             folder = self.directory / f"attempt-{self.number}"
             folder.mkdir()
-            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell, failed)
+            save_s = now.checkpoint.deadline_s if now.checkpoint is not None else 0.0
+            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell, failed, save_s)
             if now.layout.dp < self.run.layout.dp and self.policy.grow_after_steps:
                 watchdog.grow_at_step = self.furthest_step + self.policy.grow_after_steps
             watchdog.start()

@@ -16,8 +16,6 @@ STOPPED_S = 1.0
 """A process that stays stopped so long was not stopped for a moment, as a debugger or a full terminal does."""
 FIRST_STEPS = 2
 """Of which nothing is known yet: what compiles or connects in them takes its time."""
-START_S = 300.0
-"""For what is outside of steps, and the first ones: as long as the ranks' own collectives wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class Hang:
     still_s: float
 
 
-def limit_s(sights: Sequence[Sight], hang_s: float) -> float:
-    """How long all may stand still."""
+def limit_s(sights: Sequence[Sight], hang_s: float, patience_s: float) -> float:
+    """How long all may stand still; `patience_s` where it isn't the steps that decide."""
     if any(not each.is_in_step or each.steps_done < FIRST_STEPS for each in sights):
-        return START_S
+        return patience_s
     return max(hang_s, HANG_FACTOR * max(each.longest_s for each in sights))
 
 
@@ -46,9 +44,9 @@ def stopped(sights: Sequence[Sight], since_s: Mapping[int, float]) -> Hang | Non
     return Hang(tuple(each.rank for each in found), "; ".join(texts), still_s)
 
 
-def stands_still(sights: Sequence[Sight], hang_s: float) -> bool:
+def stands_still(sights: Sequence[Sight], hang_s: float, patience_s: float) -> bool:
     """Whether no rank has got on for so long that one must hang."""
-    return bool(sights) and min(each.still_s for each in sights) > limit_s(sights, hang_s)
+    return bool(sights) and min(each.still_s for each in sights) > limit_s(sights, hang_s, patience_s)
 
 
 def named(sights: Sequence[Sight], answers: Mapping[int, Answer], silence_s: float) -> Hang:

@@ -18,6 +18,8 @@ from trainwright.train.faults.sights import SeenRank, Sight
 from trainwright.train.faults.slowness import Slowness
 
 LOOK_S = 0.1
+START_S = 300.0
+"""For what is outside of steps, and the first ones: as long as the ranks' own collectives wait for one another."""
 ANSWER_S = 0.5
 """For ranks to say where they stand."""
 SILENCE_S = 0.5
@@ -39,14 +41,17 @@ class Watchdog(threading.Thread):
         policy: Supervision,
         tell: Callable[[FaultRecord], None],
         failed: tuple[int, float] | None = None,
+        save_s: float = 0.0,
     ) -> None:
-        """failed: in which step the attempt before ended, and when that was known, by the monotonic clock."""
+        """failed: in which step the attempt before ended, and when that was known, by the monotonic clock; save_s:
+        for which a step may wait for a save."""
         super().__init__(daemon=True, name="watchdog")
         self._attempt, self._policy, self._tell = attempt, policy, tell
         self._world = sum(map(len, stages))
         self.ranks = [SeenRank(directory, rank) for rank in range(self._world)]
         self._slowness = Slowness(stages, policy.slow_factor)
         self._failed = failed
+        self._patience_s = max(START_S, save_s + policy.hang_s)
         self.last_step = 0
         self._stopped_since_s: dict[int, float] = {}
         self._looked_at_s = time.monotonic()
@@ -104,7 +109,7 @@ class Watchdog(threading.Thread):
         if hang is not None:
             return hang
         awake_s = now_s - self._awake_since_s
-        if not stands_still(sights, self._policy.hang_s) or awake_s < self._policy.hang_s:
+        if not stands_still(sights, self._policy.hang_s, self._patience_s) or awake_s < self._policy.hang_s:
             self._asked_at_s = None
             return None
         if self._asked_at_s is None:
