@@ -19,6 +19,7 @@ from torch import nn
 from trainwright.spec.model import ModelSpec, MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.train.model.functions import ACTIVATIONS, Activation, clamped_swiglu
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.routing import (
     balance_loss,
     chosen_experts,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 ALIGNED_BYTES = 16
 """Of the rows of what PyTorch's grouped matmul reads."""
 GROUPED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From rows (R, in), stacked weights (X, out, in) and how many rows are each expert's (X) to (R, out)."""
 
 
 class Weights(NamedTuple):
@@ -56,6 +61,8 @@ class Experts(nn.Module):
         experts, d_ff, d_model = mlp.num_experts, mlp.d_ff, spec.d_model
         self.activation = mlp.activation
         self.grouped = True
+        self.product: GroupedProduct | None = None
+        """In the place of PyTorch's matmuls."""
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape))
@@ -105,7 +112,9 @@ class Experts(nn.Module):
     def _matmul(
         self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None, count_X: torch.Tensor
     ) -> torch.Tensor:
-        if self.grouped and _has_kernel(row_RI, weight_XOI):
+        if self.product is not None:
+            out_RO = self.product(row_RI, weight_XOI, count_X)
+        elif self.grouped and _has_kernel(row_RI, weight_XOI):
             ends_X = count_X.cumsum(0).to(torch.int32)
             out_RO = F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)
         else:
@@ -163,10 +172,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: "Mlp | None") -> None:
         super().__init__()
         self.mlp = mlp
-        self.router = nn.Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
+        self.router = Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
         self.experts = Experts(spec, mlp)
         self.shared = shared
-        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
+        self.shared_gate = Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
         self.register_buffer("balance_bias", torch.zeros(mlp.num_experts) if mlp.balance_bias else None)
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
         self.choose: Callable[[torch.Tensor, torch.Tensor | None, MoeMlp], torch.Tensor] = chosen_experts
