@@ -61,8 +61,8 @@ class Experts(nn.Module):
         experts, d_ff, d_model = mlp.num_experts, mlp.d_ff, spec.d_model
         self.activation = mlp.activation
         self.grouped = True
-        self.product: GroupedProduct | None = None
-        """In the place of PyTorch's matmuls."""
+        self.products: dict[str, GroupedProduct] = {}
+        """In the place of PyTorch's matmuls, by the name of the weight."""
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape))
@@ -83,10 +83,10 @@ class Experts(nn.Module):
         self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor, weights: Weights
     ) -> torch.Tensor:
         """The same with these weights, which are the module's or a rank's part of them."""
-        up_RF = self._matmul(row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
+        up_RF = self._matmul("up", row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
         gate_RF = None
         if weights.gate_XFD is not None:
-            gate_RF = self._matmul(row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
+            gate_RF = self._matmul("gate", row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
         out_RD = self.contract(up_RF, gate_RF, weight_R, count_X, weights.down_XDF)
         if weights.down_bias_XD is not None:
             bias_RD = weights.down_bias_XD.repeat_interleave(count_X, dim=0)
@@ -107,13 +107,18 @@ class Experts(nn.Module):
             inner_RF = clamped_swiglu(gate_RF, up_RF) * weight_R.unsqueeze(-1).to(up_RF.dtype)
         else:
             inner_RF = _Weighted.apply(up_RF, gate_RF, weight_R, ACTIVATIONS[self.activation])  # pyright: ignore[reportAssignmentType]
-        return self._matmul(inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
+        return self._matmul("down", inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
 
     def _matmul(
-        self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None, count_X: torch.Tensor
+        self,
+        name: str,
+        row_RI: torch.Tensor,
+        weight_XOI: torch.Tensor,
+        bias_XO: torch.Tensor | None,
+        count_X: torch.Tensor,
     ) -> torch.Tensor:
-        if self.product is not None:
-            out_RO = self.product(row_RI, weight_XOI, count_X)
+        if name in self.products:
+            out_RO = self.products[name](row_RI, weight_XOI, count_X)
         elif self.grouped and _has_kernel(row_RI, weight_XOI):
             ends_X = count_X.cumsum(0).to(torch.int32)
             out_RO = F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)

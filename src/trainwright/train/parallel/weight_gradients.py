@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 from trainwright.train.model.linear import Product
 from trainwright.train.precision.linear import LowPrecision
 
-
 InputGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From an output's gradient and the weight to the input's gradient."""
 

@@ -1,0 +1,147 @@
+"""Which layers of a piece multiply in the recipe's low precision, and what they keep from step to step.
+
+    query, key, value, out of attention; the latents' projections of MLA
+    gate, up, down of MLPs, shared experts and routed experts
+
+and nothing else: embedding, head, router, gates, norms, attention's core and what joins a later token stay in the
+activation format (arXiv:2412.19437 s3.3.1).
+"""
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainwright.spec.recipe import Recipe
+from trainwright.train.clock import Clock
+from trainwright.train.mesh import Mesh
+from trainwright.train.model.experts import Experts, MixtureOfExperts
+from trainwright.train.model.latent import Latent
+from trainwright.train.model.later_tokens import LaterToken
+from trainwright.train.model.layers import Layer, Mlp
+from trainwright.train.model.linear import Linear
+from trainwright.train.model.transformer import Transformer
+from trainwright.train.precision.arithmetic import Arithmetic, UnderWay
+from trainwright.train.precision.experts import LowPrecisionExperts
+from trainwright.train.precision.largest import Current, Delayed, Largest, Role
+from trainwright.train.precision.linear import LowPrecision
+from trainwright.train.precision.shared import HeldWeight, SharedInput
+
+AXES = ("tp", "cp", "dp")
+"""Whose ranks see other parts of what one layer reads in a step; those of `twins` too, where a stage is held twice."""
+BLOCKS = frozenset({"attention", "mlp"})
+
+
+class LowPrecisionLayers:
+    """Those of this rank's pieces, in a run with a low-precision recipe."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, clock: Clock, *, has_twin: bool = False) -> None:
+        low = recipe.low_precision
+        assert low is not None
+        self._recipe, self._low, self._mesh, self._clock = recipe, low, mesh, clock
+        self._axes = (*AXES, "twins") if has_twin else AXES
+        self.under_way = UnderWay()
+        self._weights: list[HeldWeight] = []
+        self.delayed: dict[str, Delayed] = {}
+        """By the layer's name, with recipes that keep a history."""
+        self._gathers = recipe.sequence_parallel and mesh.layout.tp > 1
+
+    def apply(self, piece: Transformer, recomputed: Set[str]) -> None:
+        """Let the layers of a piece, of which some blocks (such as `3.mlp`) are recomputed whole, multiply so, in
+        place."""
+        for number, layer in piece.layers.items():
+            assert isinstance(layer, Layer)
+            self._apply(layer, f"layers.{number}", {each for each in BLOCKS if f"{number}.{each}" not in recomputed})
+        for number, module in piece.later.items():
+            assert isinstance(module, LaterToken)
+            self._apply(module.layer, f"later.{number}.layer", BLOCKS)
+
+    def _apply(self, layer: Layer, name: str, kept: Set[str]) -> None:
+        """kept: blocks that aren't recomputed whole. Where their input is gathered, autograd keeps this rank's part
+        of it and gathers it again."""
+        gathered = kept if self._gathers else ()
+        attention, mlp, keeps = layer.attention, layer.mlp, "attention" in gathered
+        prefix = f"{name}.attention"
+        if isinstance(attention, Latent):
+            reads = ["query"] if attention.query_down is None else ["query_down"]
+            self._set(attention, prefix, [*reads, "latent"], keeps=keeps)
+            if attention.query_down is not None:
+                self._set(attention, prefix, ["query"])
+            self._set(attention, prefix, ["key_value"])
+        else:
+            self._set(attention, prefix, ["query", "key", "value"], keeps=keeps)
+        self._set(attention, prefix, ["out"], reads_part=True)
+        if isinstance(mlp, MixtureOfExperts):
+            self._set_experts(mlp.experts, f"{name}.mlp.experts")
+            mlp, name = mlp.shared, f"{name}.mlp.shared"
+        else:
+            name = f"{name}.mlp"
+        if mlp is not None:
+            assert isinstance(mlp, Mlp)
+            self._set(mlp, name, ["up"] if mlp.gate is None else ["up", "gate"], keeps="mlp" in gathered)
+            self._set(mlp, name, ["down"], reads_part=True)
+
+    def _set(
+        self,
+        block: nn.Module,
+        prefix: str,
+        names: Sequence[str],
+        *,
+        keeps: bool = False,
+        reads_part: bool = False,
+    ) -> None:
+        """Of linears that read the same; reads_part: a part of the whole width on each rank of tp."""
+        inputs: SharedInput[Any] = SharedInput(len(names))
+        for name in names:
+            linear = block.get_submodule(name)
+            assert isinstance(linear, Linear)
+            over: dict[Role, list[str]] = {"input": ["cp"], "weight": ["tp"], "gradient": ["cp"]}
+            over["input" if reads_part else "gradient"].append("tp")
+            arithmetic = self._arithmetic(f"{prefix}.{name}", over)
+            linear.product = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
+
+    def _set_experts(self, experts: Experts, prefix: str) -> None:
+        """Rows of one expert lie on all ranks of etp, and its width is cut over them."""
+        inputs: SharedInput[Any] = SharedInput(1 if experts.gate is None else 2)
+        shards = self._mesh.layout.expert_dp // self._mesh.dp_replicate
+        for name in ("up", "gate", "down"):
+            if getattr(experts, name) is None:
+                continue
+            over: dict[Role, list[str]] = {"input": [], "weight": ["etp"], "gradient": []}
+            over["input" if name == "down" else "gradient"].append("etp")
+            arithmetic = self._arithmetic(f"{prefix}.{name}", over)
+            read = SharedInput(1) if name == "down" else inputs
+            experts.products[name] = LowPrecisionExperts(arithmetic, read, self._held(shards))
+
+    def _arithmetic(self, name: str, over: dict[Role, list[str]]) -> Arithmetic:
+        groups = self._mesh.groups
+        here = {role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()}
+        largest: Largest = Current(here, self._clock)
+        if self._low.amax_history:
+            largest = self.delayed[name] = Delayed(self._low.amax_history, largest, self._mesh.device)
+        at = self._mesh.coordinate
+        return Arithmetic(name, self._recipe.precision, largest, self.under_way, self._recipe.seed, (at.tp, at.cp))
+
+    def _held(self, shards: int) -> HeldWeight:
+        """Of a weight that is sharded over so many ranks: zero 3 gives back what it has gathered."""
+        weight = HeldWeight(holds=self._recipe.zero < 3 or shards == 1)
+        self._weights.append(weight)
+        return weight
+
+    def after_update(self) -> None:
+        """The weights have moved, and a step's largest values are known."""
+        for weight in self._weights:
+            weight.forget()
+        if not self.delayed:
+            return
+        # Twins have their chunks in opposite order, so names decide.
+        layers = [layer for _, layer in sorted(self.delayed.items())]
+        seen_LR = torch.stack([layer.seen_R for layer in layers])
+        for axis in self._axes:
+            if axis in self._mesh.groups:
+                dist.all_reduce(seen_LR, dist.ReduceOp.MAX, group=self._mesh.groups[axis])
+        for layer, seen_R in zip(layers, seen_LR, strict=True):
+            layer.seen_R.copy_(seen_R)
+            layer.advance()

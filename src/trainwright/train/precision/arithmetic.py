@@ -1,0 +1,73 @@
+"""How one layer's tensors are quantized: the recipe's operands, largest values that ranks agree on, and for NVFP4
+the seeds of its transform and of chance in its rounding.
+
+Scales are taken from values in bf16 or fp32; a run whose activations are float64, for proofs, has the same codes but
+where rounding to fp32 decides.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+
+from trainwright.spec.recipe import Precision
+from trainwright.train.precision.largest import Largest, Role
+from trainwright.train.precision.noise import Noise
+from trainwright.train.precision.quantized import Quantized
+from trainwright.train.precision.recipes import RECIPES, Operand
+
+
+@dataclass
+class UnderWay:
+    """Whoever runs a piece says here, before each act, which sequences are on their way through it."""
+
+    samples_B: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """Global number of each sequence, counted through all steps."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Of one layer, named as in the whole model. `largest` is asked where a scale is the whole tensor's."""
+
+    name: str
+    precision: Precision
+    largest: Largest
+    under_way: UnderWay
+    seed: int = 0
+    part: tuple[int, ...] = ()
+    """Which part of tensors this rank has: chance is another one in each."""
+
+    def both(self, role: Role, x: torch.Tensor) -> tuple[Quantized, Quantized]:
+        """x (..., N, K) as a product reads it that sums over K, and x^T as one does that sums over N."""
+        along, across = self._operands(role)
+        made = self._quantized(role, along, x, "along")
+        if along.serves(across):
+            return made, made.transposed()
+        return made, self._quantized(role, across, x.mT, "across")
+
+    def along(self, role: Role, x: torch.Tensor) -> Quantized:
+        """x (..., N, K) as a product reads it that sums over K."""
+        return self._quantized(role, self._operands(role)[0], x, "along")
+
+    def across(self, role: Role, x: torch.Tensor) -> Quantized:
+        """x^T (..., K, N), of x (..., N, K), as a product reads it that sums over N."""
+        return self._quantized(role, self._operands(role)[1], x.mT, "across")
+
+    def _operands(self, role: Role) -> tuple[Operand, Operand]:
+        of = RECIPES[self.precision]
+        return {
+            "input": (of.fprop_input, of.wgrad_input),
+            "weight": (of.fprop_weight, of.dgrad_weight),
+            "gradient": (of.dgrad_gradient, of.wgrad_gradient),
+        }[role]
+
+    def _quantized(self, role: Role, operand: Operand, x: torch.Tensor, way: str) -> Quantized:
+        x = x.detach()
+        x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
+        asks = operand.scaling.rows is None or operand.scaling.rule == "e4m3"
+        amax = self.largest.of(role, x) if asks else None
+        noise = None
+        if operand.is_stochastic:
+            place = f"{self.seed}/{self.name}/{way}/{self.part}/{self.under_way.samples_B.tolist()}"
+            noise = Noise(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little"))
+        return operand.quantized(x, amax=amax, hadamard_seed=self.seed, noise=noise)

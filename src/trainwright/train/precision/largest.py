@@ -1,0 +1,80 @@
+"""The largest magnitude of a tensor, from which scales of the whole tensor are made, whatever ranks share it out.
+
+    current    of the tensor itself; ranks that hold parts of it ask one another each time
+    delayed    of the tensors that stood there in past steps (arXiv:2209.05433 s3, Transformer Engine's
+               DelayedScaling), so that quantizing needs one pass. Ranks ask one another once a step. A tensor that
+               has no past yet has that of the present: a scale of 1 in its place, as elsewhere, would flush the
+               gradients of a first step to zero.
+
+So scales depend on the seed and the step, and on no layout. Of a stack of matrices each has a largest value of its
+own in `Current`, and all have one in `Delayed`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainwright.train.clock import Clock
+
+Role = Literal["input", "weight", "gradient"]
+ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
+
+
+class Largest(Protocol):
+    """Of the tensors of one linear layer."""
+
+    def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
+        """What scales of `x` (..., N, K) are made from, fp32 that can be read as (..., 1, 1)."""
+        ...
+
+
+class Current:
+    """See the file's first paragraph. `groups`: by role those over which parts of such a tensor lie."""
+
+    def __init__(self, groups: Mapping[Role, Sequence[dist.ProcessGroup]], clock: Clock) -> None:
+        self._groups, self._clock = groups, clock
+
+    @torch.no_grad()
+    def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax((-2, -1), keepdim=True).float() if x.numel() else x.new_zeros((1,) * x.ndim).float()
+        for group in self._groups.get(role, ()):
+            with self._clock.of("tp"):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return largest
+
+
+class Delayed:
+    """See the file's first paragraph. `current` is asked in the first step. Its state is `history_RH`: by role the
+    largest value in each of the last steps, the newest first; 0 where there was none."""
+
+    def __init__(self, steps: int, current: Current, device: torch.device) -> None:
+        self._current = current
+        self.history_RH = torch.zeros(len(ROLES), steps, device=device)
+        self.seen_R = torch.zeros(len(ROLES), device=device)
+        self._past_R: torch.Tensor | None = None
+        self._has_past = False
+
+    @torch.no_grad()
+    def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
+        place = ROLES.index(role)
+        if self._past_R is None:
+            self._past_R = self.history_RH.amax(1)
+            self._has_past = bool(self._past_R.any())
+        here = (
+            (x.abs().amax().float() if x.numel() else x.new_zeros(()).float())
+            if self._has_past
+            else self._current.of(role, x).amax()
+        )
+        self.seen_R[place] = torch.maximum(self.seen_R[place], here)
+        # What was zero all the time, such as an expert that nobody chose, has no past either.
+        past = self._past_R[place]
+        return torch.where(past > 0, past, here).view((1,) * x.ndim)
+
+    def advance(self) -> None:
+        """The step is over, and `seen_R` is that of all ranks."""
+        self.history_RH[:, 1:] = self.history_RH[:, :-1].clone()
+        self.history_RH[:, 0] = self.seen_R
+        self.seen_R.zero_()
+        self._past_R = None
