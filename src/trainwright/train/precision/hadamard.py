@@ -1,0 +1,35 @@
+"""The random Hadamard transform of NVFP4's weight gradients (arXiv:2509.25149 s4.2): 16 values along the summed
+dim become their sums with signs, over 4, so that an outlier is spread over 16 values before they are rounded.
+
+The matrix is diag(signs) H / 4, with H the 16 x 16 matrix of Sylvester. It is orthogonal, so a product whose two
+operands are both transformed is what it was. One vector of signs serves all products of a run (ibid. s4.2 and
+appendix C; Transformer Engine has one too).
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+SIZE = 16
+
+
+@functools.cache
+def matrix(seed: int) -> torch.Tensor:
+    """(16, 16) fp32, with random signs of a seed; every entry is 1/4 or -1/4."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (SIZE, 1), generator=generator) * 2.0 - 1
+    sylvester = torch.ones(1, 1)
+    while len(sylvester) < SIZE:
+        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), sylvester)
+    return signs * sylvester / SIZE**0.5
+
+
+def transformed(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """x, (..., rows, columns), with each 16 of a row's columns transformed; zeros fill up the last ones, so
+    that the result has a multiple of 16 columns. In x's dtype, as Transformer Engine's reference."""
+    x = F.pad(x, (0, -x.shape[-1] % SIZE))
+    transform = matrix(seed).to(x)
+    if x.mT.is_contiguous():
+        return (transform.mT @ x.mT.unflatten(-2, (-1, SIZE))).flatten(-3, -2).mT
+    return (x.unflatten(-1, (-1, SIZE)) @ transform).flatten(-2)
