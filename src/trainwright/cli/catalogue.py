@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainwright.cli import files
 from trainwright.spec import toml
@@ -26,6 +26,7 @@ from trainwright.spec.hf import model_from_hf
 from trainwright.spec.kernels import KernelTable
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
+from trainwright.spec.recipe import Precision, has_hardware
 from trainwright.spec.recovery import Recovery
 
 DATA = resources.files("trainwright") / "data"
@@ -113,6 +114,13 @@ def bands() -> Bands:
 def kernels() -> KernelTable:
     """What the names in a trace mean."""
     return KernelTable.parse(_read_data("kernels.toml"))
+
+
+def devices_with(precision: str) -> str:
+    """Which of the catalogue's devices have hardware for a precision, in words."""
+    devices = {compose_cluster(name).device for name in _names("clusters")}
+    known = sorted(each.name for each in devices if has_hardware(cast(Precision, precision), each))
+    return f"of the catalogue's devices these have: {', '.join(known) or 'none'}"
 
 
 def software_names() -> list[str]:

@@ -320,7 +320,7 @@ def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, s
 
 def _recomputed_flops_per_token(run: "Run") -> float:
     """What HFU counts beside MFU, as the planner counts it; 0 where there is no peak that either is a part of."""
-    if run.recipe.recompute == "none" or run.cluster.peak(run.recipe.matmul_format) is None:
+    if run.recipe.recompute == "none" or run.cluster.peak(run.recipe.product_format(run.cluster)) is None:
         return 0.0
     from trainwright.cli.planner import predicted
 

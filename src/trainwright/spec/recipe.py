@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
-from trainwright.spec.cluster import AttentionKernel, Format
+from trainwright.spec.cluster import AttentionKernel, ClusterSpec, Device, Format
 from trainwright.spec.errors import reject
 from trainwright.spec.precision import LOW_PRECISION, LowPrecision
 
@@ -81,6 +81,9 @@ class Recipe(Noun):
     """Sequences of one forward pass of one data-parallel rank."""
     precision: Precision = "bf16"
     """Of matmuls. All but fp32 and fp64 keep fp32 master weights; fp64 is for proofs."""
+    emulate_precision: bool = False
+    """The arithmetic of an fp8 or fp4 precision runs by casts and products in bf16 (fp32 where the device has no
+    bf16), also on a device that lacks the format: to study it, as nothing becomes faster."""
     gradient_format: Literal["fp32", "bf16"] = "fp32"
     """Of gradients as they are accumulated and reduced; fp64 runs keep fp64."""
     fused_accumulation: bool = False
@@ -182,7 +185,7 @@ class Recipe(Noun):
                 self.expert_imbalance,
                 "is for dropless routing; capacity_factor bounds the load",
             )
-        for field in ("gather_fp8", "dispatch_fp8", "activations_fp8"):
+        for field in ("emulate_precision", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
         if not self.reshard_after_forward and self.zero != 3:
@@ -215,6 +218,12 @@ class Recipe(Noun):
     def matmul_format(self) -> Format:
         """Number format of the linear layers' matmuls."""
         return format_of(self.precision)
+
+    def product_format(self, cluster: ClusterSpec) -> Format:
+        """In which the devices of a cluster compute the linear layers' matmuls."""
+        if not self.emulate_precision:
+            return self.matmul_format
+        return "fp32" if cluster.peak("bf16") is None else "bf16"
 
     @property
     def activation_format(self) -> Format:
@@ -258,11 +267,14 @@ class Recipe(Noun):
 
 def format_of(precision: Precision) -> Format:
     """The device's number format that the matmuls of a precision run in."""
-    formats: dict[str, Format] = {
-        "fp64": "fp64",
-        "fp32": "fp32",
-        "bf16": "bf16",
-        "fp16": "fp16",
-        **{name: each.format for name, each in LOW_PRECISION.items()},
-    }
-    return formats[precision]
+    formats: dict[str, Format] = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+    return LOW_PRECISION[precision].format if precision in LOW_PRECISION else formats[precision]
+
+
+def has_hardware(precision: Precision, device: Device) -> bool:
+    """Whether the device's matmuls run it: the number format, and scales of blocks where sums can't wait for
+    them."""
+    low = LOW_PRECISION.get(precision)
+    scales = None if low is None else low.block_scales
+    has_format = getattr(device.peak_flops_per_s, format_of(precision)) is not None
+    return has_format and (scales is None or scales in device.block_scales)

@@ -192,7 +192,7 @@ def _step_record(
     recipe = run.recipe
     tokens_per_s = recipe.tokens_per_step / watch.last_step_s
     flops_per_token = run.model.flops_per_token(recipe.seq_len, MFU_CONVENTION)
-    peak_flops_per_s = run.cluster.peak(recipe.matmul_format)
+    peak_flops_per_s = run.cluster.peak(recipe.product_format(run.cluster))
     at_peak_s = flops_per_token / (peak_flops_per_s * run.layout.world) if peak_flops_per_s else 0.0
     worked = 1 + recomputed_flops_per_token / flops_per_token
     return StepRecord(
