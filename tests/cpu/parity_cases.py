@@ -286,6 +286,7 @@ TOPICS = {
     "together": parity_together.CASES,
     "compiled": parity_compiled.CASES,
     "precision": parity_precision.CASES,
+    "cut": parity_precision.CUT,
 }
 for _topic, _cases in TOPICS.items():
     for _world, _more in _cases.items():

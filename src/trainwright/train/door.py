@@ -26,7 +26,6 @@ TRAINED_CHOICES = {
     "cuda_graphs": "none",
     "dispatch": "all_to_all",
     "dispatch_fp8": False,
-    "emulate_precision": False,
     "gather_fp8": False,
     "activations_fp8": False,
     "optimizer.offload": False,

@@ -1,13 +1,13 @@
 """Which layers of a piece multiply in the recipe's low precision, and what they keep from step to step.
 
     query, key, value, out of attention; the latents' projections of MLA
-    gate, up, down of MLPs, shared experts and routed experts
+    gate, up, down of MLPs, shared experts and routed experts; what joins a later token to the hidden state
 
-and nothing else: embedding, head, router, gates, norms, attention's core and what joins a later token stay in the
-activation format (arXiv:2412.19437 s3.3.1).
+and nothing else: embedding, head, router, gates, norms and attention's core stay in the activation format
+(arXiv:2412.19437 s3.3.1). `spec/modules.py` lists the same for whoever asks.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ from trainwright.train.precision.shared import HeldWeight, SharedInput
 AXES = ("tp", "cp", "dp")
 """Whose ranks see other parts of what one layer reads in a step; those of `twins` too, where a stage is held twice."""
 BLOCKS = frozenset({"attention", "mlp"})
+CUT_ALONG_OUTPUT: Mapping[Role, Sequence[str]] = {"input": ["cp"], "weight": ["tp"], "gradient": ["cp", "tp"]}
+CUT_ALONG_INPUT: Mapping[Role, Sequence[str]] = {"input": ["cp", "tp"], "weight": ["tp"], "gradient": ["cp"]}
+"""Axes whose ranks have parts of one tensor of a linear layer."""
+TOKENS = ("cp", "tp")
+"""Axes whose ranks route different tokens of a microbatch."""
 
 
 class LowPrecisionLayers:
@@ -53,9 +58,13 @@ class LowPrecisionLayers:
         place."""
         for number, layer in piece.layers.items():
             assert isinstance(layer, Layer)
-            self._apply(layer, f"layers.{number}", {each for each in BLOCKS if f"{number}.{each}" not in recomputed})
+            self._apply(
+                layer, f"layers.{number}", {each for each in BLOCKS if f"{number}.{each}" not in recomputed}
+            )
         for number, module in piece.later.items():
             assert isinstance(module, LaterToken)
+            # Each rank of tp has other positions of what is joined, and the weight whole.
+            self._set(module, f"later.{number}", ["join"], over={"input": ["cp", "tp"], "gradient": ["cp", "tp"]})
             self._apply(module.layer, f"later.{number}.layer", BLOCKS)
 
     def _apply(self, layer: Layer, name: str, kept: Set[str]) -> None:
@@ -72,7 +81,7 @@ class LowPrecisionLayers:
             self._set(attention, prefix, ["key_value"])
         else:
             self._set(attention, prefix, ["query", "key", "value"], keeps=keeps)
-        self._set(attention, prefix, ["out"], reads_part=True)
+        self._set(attention, prefix, ["out"], over=CUT_ALONG_INPUT)
         if isinstance(mlp, MixtureOfExperts):
             self._set_experts(mlp.experts, f"{name}.mlp.experts")
             mlp, name = mlp.shared, f"{name}.mlp.shared"
@@ -81,7 +90,7 @@ class LowPrecisionLayers:
         if mlp is not None:
             assert isinstance(mlp, Mlp)
             self._set(mlp, name, ["up"] if mlp.gate is None else ["up", "gate"], keeps="mlp" in gathered)
-            self._set(mlp, name, ["down"], reads_part=True)
+            self._set(mlp, name, ["down"], over=CUT_ALONG_INPUT)
 
     def _set(
         self,
@@ -90,39 +99,48 @@ class LowPrecisionLayers:
         names: Sequence[str],
         *,
         keeps: bool = False,
-        reads_part: bool = False,
+        over: Mapping[Role, Sequence[str]] = CUT_ALONG_OUTPUT,
     ) -> None:
-        """Of linears that read the same; reads_part: a part of the whole width on each rank of tp."""
+        """Of linears that read the same; over: axes whose ranks have parts of one tensor."""
         inputs: SharedInput[Any] = SharedInput(len(names))
         for name in names:
             linear = block.get_submodule(name)
             assert isinstance(linear, Linear)
-            over: dict[Role, list[str]] = {"input": ["cp"], "weight": ["tp"], "gradient": ["cp"]}
-            over["input" if reads_part else "gradient"].append("tp")
             arithmetic = self._arithmetic(f"{prefix}.{name}", over)
             linear.product = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
 
     def _set_experts(self, experts: Experts, prefix: str) -> None:
-        """Rows of one expert lie on all ranks of etp, and its width is cut over them."""
+        """Rows of a microbatch lie on all ranks that route its tokens; the width of experts is cut over etp."""
         inputs: SharedInput[Any] = SharedInput(1 if experts.gate is None else 2)
         shards = self._mesh.layout.expert_dp // self._mesh.dp_replicate
         for name in ("up", "gate", "down"):
             if getattr(experts, name) is None:
                 continue
-            over: dict[Role, list[str]] = {"input": [], "weight": ["etp"], "gradient": []}
-            over["input" if name == "down" else "gradient"].append("etp")
+            cut: Role = "input" if name == "down" else "gradient"
+            over = {"input": [*TOKENS], "weight": ["etp"], "gradient": [*TOKENS]}
+            over[cut].append("etp")
+            if self._low.amax_history:
+                over["weight"].append("ep")  # All experts have one.
             arithmetic = self._arithmetic(f"{prefix}.{name}", over)
             read = SharedInput(1) if name == "down" else inputs
             experts.products[name] = LowPrecisionExperts(arithmetic, read, self._held(shards))
 
-    def _arithmetic(self, name: str, over: dict[Role, list[str]]) -> Arithmetic:
+    def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
         groups = self._mesh.groups
         here = {role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()}
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
             largest = self.delayed[name] = Delayed(self._low.amax_history, largest, self._mesh.device)
         at = self._mesh.coordinate
-        return Arithmetic(name, self._recipe.precision, largest, self.under_way, self._recipe.seed, (at.tp, at.cp))
+        return Arithmetic(
+            name,
+            self._recipe.precision,
+            largest,
+            self.under_way,
+            self._recipe.seed,
+            (at.tp, at.cp),
+            is_emulated=self._recipe.emulate_precision,
+        )
 
     def _held(self, shards: int) -> HeldWeight:
         """Of a weight that is sharded over so many ranks: zero 3 gives back what it has gathered."""

@@ -6,14 +6,17 @@ where rounding to fp32 decides.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trainwright.spec.recipe import Precision
+from trainwright.train.precision.hadamard import transformed
 from trainwright.train.precision.largest import Largest, Role
 from trainwright.train.precision.noise import Noise
-from trainwright.train.precision.quantized import Quantized
+from trainwright.train.precision.product import by_emulation, product
+from trainwright.train.precision.quantized import Quantized, quantize
 from trainwright.train.precision.recipes import RECIPES, Operand
 
 
@@ -36,6 +39,8 @@ class Arithmetic:
     seed: int = 0
     part: tuple[int, ...] = ()
     """Which part of tensors this rank has: chance is another one in each."""
+    is_emulated: bool = False
+    """Also where the device has the format."""
 
     def both(self, role: Role, x: torch.Tensor) -> tuple[Quantized, Quantized]:
         """x (..., N, K) as a product reads it that sums over K, and x^T as one does that sums over N."""
@@ -53,6 +58,22 @@ class Arithmetic:
         """x^T (..., K, N), of x (..., N, K), as a product reads it that sums over N."""
         return self._quantized(role, self._operands(role)[1], x.mT, "across")
 
+    def runs(self, role: Role, row_RK: torch.Tensor, counts: Sequence[int]) -> tuple[Quantized, ...]:
+        """Of each run of rows x its x^T (K, rows of the run), as a product reads it that sums over the run. What
+        is of the whole tensor is so of all rows together."""
+        along, across = self._operands(role)
+        if along.serves(across):
+            return tuple(run.transposed() for run in self.along(role, row_RK).split(counts))
+        runs = [self._prepared(across, run.mT) for run in row_RK.split(list(counts))]
+        amax = self.largest.of(role, torch.cat(runs, dim=1)) if _asks(across) else None
+        return tuple(self._rounded(across, run, amax, "across") for run in runs)
+
+    def multiplied(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """a b^T; in float64 sums are too, for proofs."""
+        if dtype == torch.float64:
+            return a.dequantize(dtype) @ b.dequantize(dtype).mT
+        return (by_emulation if self.is_emulated else product)(a, b, dtype)
+
     def _operands(self, role: Role) -> tuple[Operand, Operand]:
         of = RECIPES[self.precision]
         return {
@@ -62,12 +83,23 @@ class Arithmetic:
         }[role]
 
     def _quantized(self, role: Role, operand: Operand, x: torch.Tensor, way: str) -> Quantized:
+        x = self._prepared(operand, x)
+        return self._rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
+
+    def _prepared(self, operand: Operand, x: torch.Tensor) -> torch.Tensor:
+        """What is rounded, and has the largest value that counts."""
         x = x.detach()
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
-        asks = operand.scaling.rows is None or operand.scaling.rule == "e4m3"
-        amax = self.largest.of(role, x) if asks else None
+        return transformed(x, self.seed) if operand.is_transformed else x
+
+    def _rounded(self, operand: Operand, x: torch.Tensor, amax: torch.Tensor | None, way: str) -> Quantized:
         noise = None
         if operand.is_stochastic:
             place = f"{self.seed}/{self.name}/{way}/{self.part}/{self.under_way.samples_B.tolist()}"
             noise = Noise(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little"))
-        return operand.quantized(x, amax=amax, hadamard_seed=self.seed, noise=noise)
+        return quantize(x, operand.format, operand.scaling, amax=amax, noise=noise)
+
+
+def _asks(operand: Operand) -> bool:
+    """Whether a scale is the whole tensor's."""
+    return operand.scaling.rows is None or operand.scaling.rule == "e4m3"

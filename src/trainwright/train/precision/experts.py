@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from trainwright.train.precision.arithmetic import Arithmetic
-from trainwright.train.precision.linear import multiplied
-from trainwright.train.precision.product import grouped_product
 from trainwright.train.precision.quantized import Quantized
-from trainwright.train.precision.shared import Form, HeldWeight, SharedInput, form_of, parts_of, put_together
+from trainwright.train.precision.shared import HeldWeight, SharedInput, form_of, parts_of, put_together
 
 
 class Rows(NamedTuple):
     """Rows as Fprop or Dgrad reads them, and each run of them as Wgrad does; no runs where there is no Wgrad."""
 
     along: Quantized
-    across: tuple[Quantized | None, ...]
+    across: tuple[Quantized, ...]
 
 
 class LowPrecisionExperts:
@@ -35,17 +34,18 @@ class LowPrecisionExperts:
 
     def __call__(self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
         """Rows (R, I) in the order of experts, `count_X` of each, and weights (X, O, I) to (R, O)."""
-        if not len(row_RI):
-            # Nobody chose an expert that is here; their gradients are zero, and not absent.
-            return row_RI @ weight_XOI.sum(0).mT
         wants = torch.is_grad_enabled() and weight_XOI.requires_grad
-        return _Product.apply(row_RI, weight_XOI, self, count_X.tolist(), wants)  # pyright: ignore[reportReturnType]
+        rows, counts = len(row_RI), count_X.tolist()
+        if not rows:
+            # Nobody chose an expert that is here; ranks that others chose still ask for the largest value of all.
+            row_RI, counts[0] = F.pad(row_RI, (0, 0, 0, 1)), 1
+        y_RO: torch.Tensor = _Product.apply(row_RI, weight_XOI, self, counts, wants)  # pyright: ignore[reportAssignmentType]
+        return y_RO[:rows]
 
     def rows(self, role: Any, row_RK: torch.Tensor, counts: Sequence[int], *, wgrad: bool) -> Rows:
         """Rows (R, K), quantized along K and, for Wgrad, along R."""
-        along = self.arithmetic.along(role, row_RK)
-        runs = row_RK.split(list(counts)) if wgrad else ()
-        return Rows(along, tuple(self.arithmetic.across(role, run) if len(run) else None for run in runs))
+        across = self.arithmetic.runs(role, row_RK, counts) if wgrad else ()
+        return Rows(self.arithmetic.along(role, row_RK), across)
 
     def output(
         self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int], *, wants: bool
@@ -53,33 +53,30 @@ class LowPrecisionExperts:
         """Fprop, and the rows quantized; wants: there will be a Wgrad."""
         made = self.inputs.of(row_RI, f"x {wants}", lambda x: self.rows("input", x, counts, wgrad=wants))
         w_XOI = self.weights.of(weight_XOI, "Fprop", self.arithmetic)
-        return _runs(made.along, w_XOI, counts, row_RI.dtype), made
+        return self._runs(made.along, w_XOI, counts, row_RI.dtype), made
 
     def gradients(
         self,
         gradient: torch.Tensor,
         weight_XOI: torch.Tensor,
-        x: Sequence[Quantized | None],
+        x: Sequence[Quantized],
         counts: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dx (R, I), and dw (X, O, I) where x^T of each run is given, of dy (R, O)."""
         dy = self.rows("gradient", gradient, counts, wgrad=bool(x))
-        dx_RI = _runs(dy.along, self.weights.of(weight_XOI, "Dgrad", self.arithmetic), counts, gradient.dtype)
+        dx_RI = self._runs(dy.along, self.weights.of(weight_XOI, "Dgrad", self.arithmetic), counts, gradient.dtype)
         if not x:
             return dx_RI, None
         dw_XOI = torch.zeros_like(weight_XOI)
         for dw_OI, dy_OR, x_IR in zip(dw_XOI, dy.across, x, strict=True):
-            if dy_OR is not None and x_IR is not None:
-                dw_OI.copy_(multiplied(dy_OR, x_IR, weight_XOI.dtype))
+            if x_IR.columns:
+                dw_OI.copy_(self.arithmetic.multiplied(dy_OR, x_IR, weight_XOI.dtype))
         return dx_RI, dw_XOI
 
-
-def _runs(a: Quantized, b: Quantized, counts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Runs of a's rows, each with its matrix of the stack b; in float64 sums are too, for proofs."""
-    if dtype != torch.float64:
-        return grouped_product(a, b, counts, dtype)
-    runs = a.dequantize(dtype).split(list(counts))
-    return torch.cat([run @ each.mT for run, each in zip(runs, b.dequantize(dtype), strict=True)])
+    def _runs(self, a: Quantized, b: Quantized, counts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Runs of a's rows, each with its matrix of the stack b."""
+        runs = a.split(counts)
+        return torch.cat([self.arithmetic.multiplied(run, b[expert], dtype) for expert, run in enumerate(runs)])
 
 
 class _Product(torch.autograd.Function):
@@ -94,20 +91,13 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         y_RO, made = layer.output(row_RI, weight_XOI, counts, wants=wants)
         ctx.layer, ctx.counts = layer, counts
-        forms: list[Form | None] = [None if run is None else form_of(run) for run in made.across]
-        ctx.forms = forms
-        ctx.save_for_backward(
-            weight_XOI, *(part for run in made.across if run is not None for part in parts_of(run))
-        )
+        ctx.forms = [form_of(run) for run in made.across]
+        ctx.save_for_backward(weight_XOI, *(part for run in made.across for part in parts_of(run)))
         return y_RO
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         weight_XOI, *parts = ctx.saved_tensors
-        present = sum(form is not None for form in ctx.forms)
-        each = len(parts) // present if present else 0
-        taken = iter(parts)
-        x = [
-            None if form is None else put_together(form, [next(taken) for _ in range(each)]) for form in ctx.forms
-        ]
-        return *ctx.layer.gradients(gradients[0], weight_XOI, x, ctx.counts), None, None, None
+        each = len(parts) // max(len(ctx.forms), 1)
+        runs = [put_together(form, parts[run * each : (run + 1) * each]) for run, form in enumerate(ctx.forms)]
+        return *ctx.layer.gradients(gradients[0], weight_XOI, runs, ctx.counts), None, None, None

@@ -70,7 +70,7 @@ class Delayed:
         self.seen_R[place] = torch.maximum(self.seen_R[place], here)
         # What was zero all the time, such as an expert that nobody chose, has no past either.
         past = self._past_R[place]
-        return torch.where(past > 0, past, here).view((1,) * x.ndim)
+        return torch.where(past > 0, past, here).expand(*x.shape[:-2], 1, 1)
 
     def advance(self) -> None:
         """The step is over, and `seen_R` is that of all ranks."""

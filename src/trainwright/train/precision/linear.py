@@ -17,7 +17,6 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from trainwright.train.precision.arithmetic import Arithmetic
-from trainwright.train.precision.product import product
 from trainwright.train.precision.quantized import Quantized
 from trainwright.train.precision.shared import HeldWeight, SharedInput, form_of, parts_of, put_together
 
@@ -51,7 +50,7 @@ class LowPrecision:
         columns = wants and not self.keeps_input
         made = self.inputs.of(x, f"x {columns}", lambda x: self._input(x.flatten(0, -2), columns))
         w_OI = self.weights.of(weight, "Fprop", self.arithmetic)
-        return multiplied(made.rows, w_OI, x.dtype).view(*x.shape[:-1], weight.shape[0]), made
+        return self.arithmetic.multiplied(made.rows, w_OI, x.dtype).view(*x.shape[:-1], weight.shape[0]), made
 
     def _input(self, x_TI: torch.Tensor, columns: bool) -> Input:
         return (
@@ -66,7 +65,7 @@ class LowPrecision:
 
     def _dgrad(self, dy_TO: Quantized, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         w_IO = self.weights.of(weight, "Dgrad", self.arithmetic)
-        return multiplied(dy_TO, w_IO, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
+        return self.arithmetic.multiplied(dy_TO, w_IO, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
 
     def input_again(self, x: torch.Tensor) -> Quantized:
         """x^T (I, T) as Wgrad reads it, of x (..., I) that was kept."""
@@ -82,14 +81,7 @@ class LowPrecision:
             dx = self._dgrad(dy_TO, gradient, weight)
         else:
             dy_OT = self.arithmetic.across("gradient", gradient.flatten(0, -2))
-        return dx, multiplied(dy_OT, x_IT, weight.dtype)
-
-
-def multiplied(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """a b^T; in float64 sums are too, for proofs."""
-    if dtype == torch.float64:
-        return a.dequantize(dtype) @ b.dequantize(dtype).mT
-    return product(a, b, dtype)
+        return dx, self.arithmetic.multiplied(dy_OT, x_IT, weight.dtype)
 
 
 class _Product(torch.autograd.Function):
