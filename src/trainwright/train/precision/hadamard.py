@@ -8,6 +8,7 @@ appendix C; Transformer Engine has one too).
 
 import functools
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -15,21 +16,20 @@ SIZE = 16
 
 
 @functools.cache
-def matrix(seed: int) -> torch.Tensor:
+def matrix(seed: int) -> np.ndarray:
     """(16, 16) fp32, with random signs of a seed; every entry is 1/4 or -1/4."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (SIZE, 1), generator=generator) * 2.0 - 1
-    sylvester = torch.ones(1, 1)
+    signs = np.random.default_rng(seed).choice(np.float32([-1, 1]), (SIZE, 1))
+    sylvester = np.ones((1, 1), np.float32)
     while len(sylvester) < SIZE:
-        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), sylvester)
-    return signs * sylvester / SIZE**0.5
+        sylvester = np.kron(np.float32([[1, 1], [1, -1]]), sylvester)
+    return signs * sylvester / np.float32(SIZE**0.5)
 
 
 def transformed(x: torch.Tensor, seed: int) -> torch.Tensor:
     """x, (..., rows, columns), with each 16 of a row's columns transformed; zeros fill up the last ones, so
     that the result has a multiple of 16 columns. In x's dtype, as Transformer Engine's reference."""
     x = F.pad(x, (0, -x.shape[-1] % SIZE))
-    transform = matrix(seed).to(x)
+    transform = torch.from_numpy(matrix(seed)).to(x)
     if x.mT.is_contiguous():
         return (transform.mT @ x.mT.unflatten(-2, (-1, SIZE))).flatten(-3, -2).mT
     return (x.unflatten(-1, (-1, SIZE)) @ transform).flatten(-2)

@@ -105,8 +105,8 @@ def by_emulation(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Te
         sums = multiply(left, right, out_dtype=torch.float32)
     else:
         sums = left.float() @ right.float()
-    if a.factor is not None and b.factor is not None:
-        sums.mul_(a.factor * b.factor.mT)
+    for factor in (a.factor, None if b.factor is None else b.factor.mT):
+        sums = sums if factor is None else sums.mul_(factor)
     return sums.to(out_dtype)
 
 
@@ -115,21 +115,7 @@ def by_hardware(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Ten
     rows, columns = a.shape[0], b.shape[0]
     if not rows or not columns or not a.columns:
         return a.values.new_zeros((rows, columns), dtype=out_dtype)
-    left, right = _laid_out(a), _laid_out(b)
-    if right.kinds == [ScalingType.RowWise]:
-        right = right._replace(scales=[right.scales[0].mT])
-    result = F.scaled_mm(
-        left.values,
-        right.values.t(),
-        left.scales,
-        left.kinds,
-        right.scales,
-        right.kinds,
-        left.swizzles,
-        right.swizzles,
-        output_dtype=out_dtype,
-    )
-    return result[:rows, :columns]
+    return _scaled_mm(_laid_out(a), _laid_out(b), out_dtype)[:rows, :columns]
 
 
 class _Laid(NamedTuple):
@@ -139,6 +125,22 @@ class _Laid(NamedTuple):
     scales: list[torch.Tensor]
     kinds: list[ScalingType]
     swizzles: list[SwizzleType]
+
+
+def _scaled_mm(a: _Laid, b: _Laid, out_dtype: torch.dtype) -> torch.Tensor:
+    # The second operand's scales of rows are a row.
+    b_scales = [b.scales[0].mT] if b.kinds == [ScalingType.RowWise] else b.scales
+    return F.scaled_mm(
+        a.values,
+        b.values.t(),
+        a.scales,
+        a.kinds,
+        b_scales,
+        b.kinds,
+        a.swizzles,
+        b.swizzles,
+        output_dtype=out_dtype,
+    )
 
 
 def _laid_out(x: Quantized) -> _Laid:

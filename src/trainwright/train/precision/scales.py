@@ -77,8 +77,8 @@ def _e4m3(amax: torch.Tensor, to: NumberFormat, of_tensor: torch.Tensor | None) 
         of_tensor = amax.amax((-2, -1), keepdim=True)
     whole = _quotient(to.largest * E4M3.largest, of_tensor)
     kept = (amax * (whole * (1 / to.largest))).clamp_(max=E4M3.largest).to(E4M3.dtype)
-    encoding = 1 / (kept.float() / whole)
-    return Scales(kept, encoding.masked_fill_(encoding.isinf(), 0), 1 / whole)
+    encoding = (1 / (kept.float() / whole)).clamp_(max=torch.finfo(torch.float32).max)
+    return Scales(kept, encoding.masked_fill_(kept.float() == 0, 0), 1 / whole)
 
 
 RULES: dict[Rule, Callable[[torch.Tensor, NumberFormat, torch.Tensor | None], Scales]] = {
