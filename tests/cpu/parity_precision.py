@@ -1,8 +1,8 @@
 """Low-precision matmuls in every layout: the same codes, scales, losses and gradients as the plain model's, whose
 matmuls have the same operands; all else is float64.
 
-Widths are multiples of the recipe's blocks on every rank, so that no block is cut by the layout; a block that is cut
-has other scales (`test_precision_layouts.py` holds those to a bound).
+Widths are multiples of the recipe's blocks on every rank, so that no block is cut by the layout. `CUT` has the
+layouts that cut some.
 """
 
 from typing import Any

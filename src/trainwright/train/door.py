@@ -51,7 +51,7 @@ def require_trainable(run: Run) -> None:
         )
         reject("recipe.compile", True, why)
     if recipe.compile and recipe.is_low_precision:
-        why = f"is not trained yet with precision={recipe.precision}, whose products run as they are; set it to false"
+        why = f"is not trained yet with precision={recipe.precision}, which runs as it is; set it to false"
         reject("recipe.compile", True, why)
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)

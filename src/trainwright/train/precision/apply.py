@@ -30,7 +30,8 @@ from trainwright.train.precision.linear import LowPrecision
 from trainwright.train.precision.shared import HeldWeight, SharedInput
 
 AXES = ("tp", "cp", "dp")
-"""Whose ranks see other parts of what one layer reads in a step; those of `twins` too, where a stage is held twice."""
+"""Whose ranks see other parts of what one layer reads in a step; those of `twins` too, where a stage is held
+twice."""
 BLOCKS = frozenset({"attention", "mlp"})
 CUT_ALONG_OUTPUT: Mapping[Role, Sequence[str]] = {"input": ["cp"], "weight": ["tp"], "gradient": ["cp", "tp"]}
 CUT_ALONG_INPUT: Mapping[Role, Sequence[str]] = {"input": ["cp", "tp"], "weight": ["tp"], "gradient": ["cp"]}
@@ -68,8 +69,8 @@ class LowPrecisionLayers:
             self._apply(module.layer, f"later.{number}.layer", BLOCKS)
 
     def _apply(self, layer: Layer, name: str, kept: Set[str]) -> None:
-        """kept: blocks that aren't recomputed whole. Where their input is gathered, autograd keeps this rank's part
-        of it and gathers it again."""
+        """kept: blocks that aren't recomputed whole. Where their input is gathered, autograd keeps this rank's
+        part of it and gathers it again."""
         gathered = kept if self._gathers else ()
         attention, mlp, keeps = layer.attention, layer.mlp, "attention" in gathered
         prefix = f"{name}.attention"
@@ -147,6 +148,13 @@ class LowPrecisionLayers:
         weight = HeldWeight(holds=self._recipe.zero < 3 or shards == 1)
         self._weights.append(weight)
         return weight
+
+    def restored(self) -> None:
+        """Weights and histories have been given other values."""
+        for weight in self._weights:
+            weight.forget()
+        for layer in self.delayed.values():
+            layer.restored()
 
     def after_update(self) -> None:
         """The weights have moved, and a step's largest values are known."""

@@ -1,8 +1,8 @@
 """How one layer's tensors are quantized: the recipe's operands, largest values that ranks agree on, and for NVFP4
 the seeds of its transform and of chance in its rounding.
 
-Scales are taken from values in bf16 or fp32; a run whose activations are float64, for proofs, has the same codes but
-where rounding to fp32 decides.
+Scales are taken from values in bf16 or fp32; a run whose activations are float64, for proofs, has the same codes
+but where rounding to fp32 decides.
 """
 
 import hashlib

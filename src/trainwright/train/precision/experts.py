@@ -1,11 +1,12 @@
-"""The matmuls of routed experts with operands of few bits: `linear.py`'s three products for each expert's own rows.
+"""The matmuls of routed experts with operands of few bits: the three products of `linear.py`, for each expert's
+own rows.
 
     Fprop    y (R, O)  = x (R, I)   w (X, O, I)      each run of rows with its expert
     Dgrad    dx (R, I) = dy (R, O)  w^T (X, I, O)
     Wgrad    dw (X, O, I): of each run dy^T (O, R') x^T (I, R')
 
-Blocks along rows begin anew with each expert, as what they hold is summed with nothing of another's. A scale of the
-whole tensor is one for all rows, and one for each expert's weight.
+Blocks along rows begin anew with each expert, as what they hold is summed with nothing of another's. A scale of
+the whole tensor is one for all rows, and one for each expert's weight.
 """
 
 from collections.abc import Sequence

@@ -72,6 +72,11 @@ class Delayed:
         past = self._past_R[place]
         return torch.where(past > 0, past, here).expand(*x.shape[:-2], 1, 1)
 
+    def restored(self) -> None:
+        """The history has been given other values."""
+        self.seen_R.zero_()
+        self._past_R = None
+
     def advance(self) -> None:
         """The step is over, and `seen_R` is that of all ranks."""
         self.history_RH[:, 1:] = self.history_RH[:, :-1].clone()
