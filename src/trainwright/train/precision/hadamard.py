@@ -18,11 +18,11 @@ SIZE = 16
 @functools.cache
 def matrix(seed: int) -> np.ndarray:
     """(16, 16) fp32, with random signs of a seed; every entry is 1/4 or -1/4."""
-    signs = np.random.default_rng(seed).choice(np.float32([-1, 1]), (SIZE, 1))
-    sylvester = np.ones((1, 1), np.float32)
+    signs = np.random.default_rng(seed).choice([-1, 1], (SIZE, 1))
+    sylvester = np.ones((1, 1))
     while len(sylvester) < SIZE:
-        sylvester = np.kron(np.float32([[1, 1], [1, -1]]), sylvester)
-    return signs * sylvester / np.float32(SIZE**0.5)
+        sylvester = np.kron([[1, 1], [1, -1]], sylvester)
+    return (signs * sylvester / SIZE**0.5).astype(np.float32)
 
 
 def transformed(x: torch.Tensor, seed: int) -> torch.Tensor:
