@@ -164,6 +164,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
         for operations in (("norm",), ("attention", "mlp"), ("norm", "activation"))
     },
     ("recipe.reshard_after_forward", False): {"recipe.zero": 3},
+    ("recipe.emulate_precision", True): {"recipe.precision": "fp8-block"},
     ("recipe.gather_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.activations_fp8", True): {"recipe.precision": "fp8-block"},

@@ -116,11 +116,12 @@ def kernels() -> KernelTable:
     return KernelTable.parse(_read_data("kernels.toml"))
 
 
-def devices_with(precision: str) -> str:
-    """Which of the catalogue's devices have hardware for a precision, in words."""
-    devices = {compose_cluster(name).device for name in _names("clusters")}
-    known = sorted(each.name for each in devices if has_hardware(cast(Precision, precision), each))
-    return f"of the catalogue's devices these have: {', '.join(known) or 'none'}"
+def devices_with(precision: str) -> list[str]:
+    """Those of the catalogue that have hardware for a precision, by their names in `data/devices`."""
+    wanted = cast(Precision, precision)
+    clusters = [name for name in _names("clusters") if has_hardware(wanted, compose_cluster(name).device)]
+    devices = ([part for part in parts_of(name) if part.startswith("device:")] for name in clusters)
+    return sorted({chain[-1].removeprefix("device:") for chain in devices})
 
 
 def software_names() -> list[str]:

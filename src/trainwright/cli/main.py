@@ -142,7 +142,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, LacksHardware):
             from trainwright.cli.catalogue import devices_with
 
-            return _refuse(f"{error}; {devices_with(error.precision)}")
+            return _refuse(f"{error}; devices that have it: {', '.join(devices_with(error.precision))}")
         return _refuse(str(error))
 
 

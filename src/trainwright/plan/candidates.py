@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from trainwright.plan.table import DEGREES, ORDER, SCHEDULE, Columns, Ints, Policy, Table
 from trainwright.spec.errors import InvalidSpec, reject
-from trainwright.spec.layout import ORDERS, Layout
+from trainwright.spec.layout import ORDERS
 from trainwright.spec.model import GroupedQueryAttention, LatentAttention, MoeMlp
-from trainwright.spec.modules import require_aligned, unaligned
 from trainwright.spec.question import Question
 from trainwright.spec.run import require_hardware
 from trainwright.spec.schedule import SCHEDULES
@@ -192,19 +191,12 @@ def _cores(question: Question, planes: Container[Plane] | None) -> Ints:
 def _planes(question: Question) -> Iterator[Plane]:
     """Degrees of tp, cp, pp and dp whose product is the number of devices."""
     recipe, model = question.recipe, question.model
-    low = None if recipe.emulate_precision else recipe.low_precision
-    aligned = 1 if low is None else low.aligned
     for tp in _allowed(question, "tp", _tp_degrees(question)):
         if model.is_moe and tp > 1 and not recipe.sequence_parallel:
             continue
         for cp in _allowed(question, "cp", _divisors(question.devices // tp)):
             cut = recipe.sequence_cut(tp, cp)
-            if (
-                recipe.seq_len % cut
-                or recipe.seq_len // cp % aligned
-                or not _is_power_of_two(cp)
-                or not _may_exchange_heads(question, tp, cp)
-            ):
+            if recipe.seq_len % cut or not _is_power_of_two(cp) or not _may_exchange_heads(question, tp, cp):
                 continue
             for pp in _allowed(question, "pp", _divisors(question.devices // (tp * cp))):
                 dp = question.devices // (tp * cp * pp)
@@ -231,8 +223,7 @@ def _expert_degrees(question: Question, tp: int, cp: int, dp: int) -> Iterator[t
     plane = tp * cp * dp
     for etp in _allowed(question, "etp", sorted({1, tp})):
         for ep in _allowed(question, "ep", _divisors(plane // etp) if plane % etp == 0 else []):
-            fits = all(mlp.num_experts % ep == 0 and mlp.d_ff % etp == 0 for mlp in mlps)
-            if fits and unaligned(question.model, question.recipe, tp, etp) is None:
+            if all(mlp.num_experts % ep == 0 and mlp.d_ff % etp == 0 for mlp in mlps):
                 yield ep, etp
 
 
@@ -291,8 +282,6 @@ def _tp_degrees(question: Question) -> list[int]:
     limit = question.devices if "tp" in question.fixed else question.cluster.fabric.link_domain
 
     def divides(tp: int) -> bool:
-        if unaligned(question.model, question.recipe, tp, 1) is not None:
-            return False
         for layer in layers:
             attention = layer.attention
             width = layer.mlp.d_ff_shared if isinstance(layer.mlp, MoeMlp) else layer.mlp.d_ff
@@ -343,9 +332,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _explain_none(question: Question) -> None:
-    """Name what leaves no candidate: the choices that are fixed, or the batch, or the sequence; or widths, where
-    those of a whole layer don't suit the matmuls."""
-    require_aligned(question.model, question.recipe, Layout())
+    """Name what leaves no candidate: the choices that are fixed, or the batch, or the sequence."""
     if question.fixed or question.stage_layers:
         fixed = ", ".join(
             f"{'layout' if name in (*DEGREES, 'order') else 'recipe'}.{name}={value}"

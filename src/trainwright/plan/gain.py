@@ -31,23 +31,21 @@ def gain(question: Question, plan: Prediction) -> PrecisionGain:
     """What `plan`, the answer to a question of low precision, has over the best one without: in bf16, or in fp32
     on a device that has no bf16."""
     without = best_plan(question.changed(recipe=_plain(question.recipe, question)))
-    recipe, cluster = plan.recipe, question.cluster
-    alike_recipe = _plain(recipe, question)
-    low, alike = _evaluation(question, plan, recipe), _evaluation(question, plan, alike_recipe)
-    fast, slow = cluster.peak(recipe.product_format(cluster)), cluster.peak(alike_recipe.matmul_format)
-    assert fast is not None and slow is not None, "both were planned"
-    is_alike = without is not None and (without.layout, without.recipe) == (plan.layout, alike_recipe)
+    low = _evaluation(question, plan, plan.recipe)
+    alike = _evaluation(question, plan, _plain(plan.recipe, question))
+    same = prediction(alike, 0, question.tokens)
+    is_same = without is not None and (without.layout, without.recipe) == (same.layout, same.recipe)
     return PrecisionGain(
         plan=plan,
         without=without,
-        alike=None if is_alike else prediction(alike, 0, question.tokens),
-        peak_ratio=fast / slow,
+        alike=None if is_same else same,
+        peak_ratio=plan.peak_flops_per_s / same.peak_flops_per_s,
         low_flops_share=_flops_share(low, plan),
         causes=() if without is None else _causes(question, plan, low, without),
         matmuls=_matmuls(low, alike),
         layer=_layer(low, alike),
         gathers=_gathers(question, plan, low),
-        usd_per_device_hour=cluster.usd_per_device_hour,
+        usd_per_device_hour=question.cluster.usd_per_device_hour,
     )
 
 

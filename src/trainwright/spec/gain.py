@@ -19,7 +19,7 @@ class CauseGain(Noun):
 
     def beyond_s(self, ratio: float) -> float:
         """What it takes beyond its part of a step that is `ratio` times as fast."""
-        return self.low_s - self.without_s / ratio
+        return self.low_s - self.plain_s / ratio
 
 
 class MatmulRate(Noun):
@@ -38,11 +38,11 @@ class MatmulRate(Noun):
 
     @property
     def speedup(self) -> float:
-        return self.low_flops_per_s / self.without_flops_per_s
+        return self.low_flops_per_s / self.plain_flops_per_s
 
 
 class LayerBytes(Noun):
-    """What one layer keeps for backward of one microbatch where nothing is recomputed, in the low plan's layout."""
+    """What one layer keeps for backward of a microbatch where nothing is recomputed, in the low plan's layout."""
 
     plain_bytes: float
     low_bytes: float

@@ -8,8 +8,6 @@ alike.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trainwright.spec.errors import reject
-from trainwright.spec.layout import Layout
 from trainwright.spec.model import GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
 from trainwright.spec.recipe import Recipe
 
@@ -228,49 +226,3 @@ def _master(recipe: Recipe) -> str:
 
 def _gradient(recipe: Recipe) -> str:
     return "fp64" if recipe.precision == "fp64" else recipe.gradient_format
-
-
-def unaligned(model: ModelSpec, recipe: Recipe, tp: int, etp: int) -> tuple[str, int] | None:
-    """The first linear layer that has on a rank a width which the device's low-precision matmuls don't take, and
-    that width; None where there is none, or where products are emulated. Experts are cut over etp, all else over
-    tp; latents are whole."""
-    low = recipe.low_precision
-    if low is None or recipe.emulate_precision:
-        return None
-    for layer in model.layer_counts():
-        for each in linears_of(model, layer):
-            k, n = each.k, each.n
-            ranks = etp if ".experts." in each.name else tp
-            if each.name.endswith((".out", ".down")):
-                k //= ranks
-            elif each.name in ("attention.key", "attention.value") and isinstance(
-                layer.attention, GroupedQueryAttention
-            ):
-                n = max(n // ranks, layer.attention.d_head)
-            elif each.name not in ("attention.query_down", "attention.latent"):
-                n //= ranks
-            for width in (k, n):
-                if width % low.aligned:
-                    return each.name, width
-    return None
-
-
-def require_aligned(model: ModelSpec, recipe: Recipe, layout: Layout) -> None:
-    """Reject widths and lengths that the device's low-precision matmuls don't take. Blocks of scales need not go
-    evenly into them: the last one is shorter."""
-    low = recipe.low_precision
-    if low is None or recipe.emulate_precision:
-        return
-    found = unaligned(model, recipe, layout.tp, layout.etp)
-    where = f" with tp={layout.tp}, etp={layout.etp}"
-    if found is None and recipe.seq_len // layout.cp % low.aligned:
-        found, where = (
-            ("Wgrad's sum over the positions of a rank", recipe.seq_len // layout.cp),
-            f" with cp={layout.cp}",
-        )
-    if found is not None:
-        name, width = found
-        below = width // low.aligned * low.aligned
-        near = f"{below} or {below + low.aligned}" if below else f"{low.aligned}"
-        why = f"its matmuls take multiples of {low.aligned}, and {name} has {width}{where}; the nearest is {near}"
-        reject("recipe.precision", recipe.precision, f"{why}; change it, or set recipe.emulate_precision=true")

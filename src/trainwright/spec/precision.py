@@ -8,7 +8,7 @@ A linear layer has three products, and each reads two operands, with its sum ove
 
 So each tensor is quantized twice, along either of its dims: a scale can leave the sum only if the values that
 share it lie along what is summed. A weight whose blocks are squares has the same scales both ways. A block that
-doesn't fit any more, at the end of a dim, is a shorter one with a scale of its own.
+doesn't fit any more, at the end of a dim, is a shorter one with a scale of its own; kernels fill it with zeros.
 """
 
 from typing import Literal, NamedTuple
@@ -24,6 +24,8 @@ Scale = Literal["fp32", "e8m0", "e4m3"]
 the whole tensor stands (NVFP4, arXiv:2509.25149 s2)."""
 
 VALUE_BYTES: dict[Values, float] = {"e4m3": 1.0, "e5m2": 1.0, "e2m1": 0.5}
+"""Two of fp4 share a byte."""
+
 SCALE_BYTES: dict[Scale, int] = {"fp32": 4, "e8m0": 1, "e4m3": 1}
 
 
@@ -53,7 +55,8 @@ class Operand(NamedTuple):
 
     def num_bytes(self, summed: float, others: float) -> float:
         """Bytes of values and scales of a matrix of (others, summed) values. Takes arrays as well."""
-        return VALUE_BYTES[self.values] * summed * others + self.scale_bytes(summed, others)
+        packed = -(-summed // 2) if self.values == "e2m1" else summed
+        return packed * others + self.scale_bytes(summed, others)
 
     @property
     def value_bytes(self) -> float:
@@ -76,15 +79,13 @@ class LowPrecision(NamedTuple):
     activation: Operand
     weight: Operand
     gradient: Operand
-    aligned: int
-    """What every dim of a product must be a multiple of where the device's matmuls run it."""
     source: str
     block_scales: BlockScales | None = None
     """That the device's matmuls must apply themselves; None: kernels multiply sums by the scales."""
     amax_history: int = 0
     """Past steps whose largest value makes the scale; 0: the present values'."""
     powers_of_two: bool = False
-    """Scales are rounded to powers of two, as E8M0 ones are anyway."""
+    """fp32 scales are rounded to powers of two."""
     tensor_scale: bool = False
     """An fp32 scale of the whole tensor stands over the blocks'."""
     hadamard: int = 0
@@ -122,7 +123,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _TENSOR,
         _TENSOR,
         _TENSOR_WIDE,
-        aligned=16,
         amax_history=1024,
         source="Transformer Engine DelayedScaling: HYBRID, amax_history_len=1024, the largest of it",
     ),
@@ -131,7 +131,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _TENSOR,
         _TENSOR,
         _TENSOR_WIDE,
-        aligned=16,
         source="Transformer Engine Float8CurrentScaling: HYBRID",
     ),
     "fp8-rowwise": LowPrecision(
@@ -139,7 +138,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _ROW,
         _ROW,
         _ROW,
-        aligned=16,
         powers_of_two=True,
         source="torchao Float8LinearRecipeName.ROWWISE: axiswise scales, E4M3 for gradients too",
     ),
@@ -148,17 +146,15 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _LINE,
         Operand("e4m3", 128, 128),
         _LINE,
-        aligned=16,
-        source="DeepSeek-V3, arXiv:2412.19437 s3.3.2: 1x128 of activations and gradients, 128x128 of weights",
+        powers_of_two=True,
+        source="DeepSeek-V3, arXiv:2412.19437 s3.3.2; powers of two as Transformer Engine's Float8BlockScaling",
     ),
     "mxfp8": LowPrecision(
         "fp8",
         _MX,
         _MX,
         _MX,
-        aligned=32,
         block_scales="mx",
-        powers_of_two=True,
         source="OCP Microscaling Formats 1.0 s5.2; E4M3 for gradients too, arXiv:2506.08027 s3",
     ),
     "nvfp4": LowPrecision(
@@ -166,7 +162,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _NV,
         Operand("e2m1", 16, 16, scale="e4m3"),
         _NV,
-        aligned=32,
         block_scales="nvfp4",
         tensor_scale=True,
         hadamard=16,

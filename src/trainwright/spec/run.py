@@ -16,7 +16,6 @@ from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.errors import LacksHardware, reject
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import GroupedQueryAttention, LatentAttention, ModelSpec, MoeMlp
-from trainwright.spec.modules import require_aligned
 from trainwright.spec.recipe import PRECISIONS, RECOMPUTE_OPS, Recipe, RecomputeOp, has_hardware
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
@@ -132,7 +131,6 @@ class Run(Noun):
                 "lower the degrees or give fabric.nics_per_node",
             )
         require_hardware(self.recipe, cluster)
-        require_aligned(self.model, self.recipe, layout)
 
     def _check_model(self) -> None:
         layout, vocab = self.layout, self.model.vocab_size
@@ -193,11 +191,10 @@ def require_hardware(recipe: Recipe, cluster: ClusterSpec) -> None:
     if wanted == "fp64" or recipe.emulate_precision or has_hardware(wanted, cluster.device):
         return
     known = [each for each in PRECISIONS if each != "fp64" and has_hardware(each, cluster.device)]
-    message = (
-        f"recipe.precision={wanted!r}: {cluster.device.name} has no hardware for it; it may be {', '.join(known)}"
-    )
+    remedy = f"it may be {', '.join(known)}"
     if recipe.is_low_precision:
-        message += "; emulated by casts, recipe.emulate_precision=true"
+        remedy += ", or emulated by casts with recipe.emulate_precision=true"
+    message = f"recipe.precision={wanted!r}: {cluster.device.name} has no hardware for it; {remedy}"
     raise LacksHardware(wanted, message)
 
 
