@@ -28,8 +28,9 @@ def matrix(seed: int) -> np.ndarray:
 def transformed(x: torch.Tensor, seed: int) -> torch.Tensor:
     """x, (..., rows, columns), with each 16 of a row's columns transformed; zeros fill up the last ones, so
     that the result has a multiple of 16 columns. In x's dtype, as Transformer Engine's reference."""
-    x = F.pad(x, (0, -x.shape[-1] % SIZE))
-    transform = torch.from_numpy(matrix(seed)).to(x)
+    transform, missing = torch.from_numpy(matrix(seed)).to(x), -x.shape[-1] % SIZE
     if x.mT.is_contiguous():
-        return (transform.mT @ x.mT.unflatten(-2, (-1, SIZE))).flatten(-3, -2).mT
-    return (x.unflatten(-1, (-1, SIZE)) @ transform).flatten(-2)
+        padded = F.pad(x.mT, (0, 0, 0, missing)) if missing else x.mT
+        return (transform.mT @ padded.unflatten(-2, (-1, SIZE))).flatten(-3, -2).mT
+    padded = F.pad(x, (0, missing)) if missing else x
+    return (padded.unflatten(-1, (-1, SIZE)) @ transform).flatten(-2)
