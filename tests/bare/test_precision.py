@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.bare.conftest import Asked
@@ -18,6 +19,7 @@ from trainwright.plan.gain import gain
 from trainwright.plan.operations import Piece
 from trainwright.plan.pieces import layer_piece
 from trainwright.plan.predict import predict
+from trainwright.plan.sharding import Sharing
 from trainwright.plan.table import Table, marks
 from trainwright.spec.answers import Prediction
 from trainwright.spec.cluster import ClusterSpec
@@ -252,7 +254,7 @@ def test_modules_are_the_trainers(model: ModelSpec) -> None:
     kept = {"embedding", "head", "mlp.router"} | {name for name in rows if "norm" in name or "core" in name}
     assert {name for name, row in rows.items() if row.fprop == ("e4m3/1x128", "e4m3/128x128")} == set(rows) - kept
     assert all(rows[name].why and rows[name].master == "fp32" for name in rows)
-    assert sum(row.count for name, row in rows.items() if name == "attention.out") == 4 + model.mtp_depth
+    assert sum(row.modules for name, row in rows.items() if name == "attention.out") == 4 + model.mtp_depth
 
 
 def test_operands_of_the_three_products() -> None:
@@ -305,6 +307,11 @@ def test_flops_alone_never_reach_the_ratio() -> None:
     assert found.speedup is not None
     assert 1 < found.speedup < 2
     assert found.speedup < 1 / (1 - found.low_flops_share / 2)
+    seconds = {each.cause: each for each in found.causes}
+    head_s = 3 * 2 * 8192 * model.vocab_size * model.d_model / 0.7e14
+    assert seconds["matmuls of head and router"].plain_s == pytest.approx(head_s, rel=1e-9)
+    assert seconds["matmuls of head and router"].low_s == pytest.approx(head_s, rel=1e-9)
+    assert seconds["attention"].plain_s == seconds["attention"].low_s
 
 
 def test_plan_says_what_it_buys_and_what_modules_get(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,3 +335,25 @@ def test_plan_says_what_it_buys_and_what_modules_get(asked: Asked, capsys: pytes
 def test_h100_lacks_no_peak_but_the_scales() -> None:
     assert load_cluster("h100-sxm").peak("fp8") is not None
     assert "h100-sxm" not in devices_with("mxfp8")
+
+
+def test_a_layer_whose_mlp_runs_again_holds_both_of_its_inputs() -> None:
+    """While it runs, it has what a layer keeps without recompute, and what it starts from."""
+    model = dense_model(num_layers=1, d_ff=2048, vocab_size=258)
+    again = low("fp8-block", model=model, recompute="selective", recompute_ops=["mlp"])
+    more = [predict(each).ledger.bytes["activations"] for each in (low("fp8-block", model=model), again)]
+    assert more[1] - more[0] == 2 * T * D
+
+
+def test_what_is_gathered_is_low_where_matmuls_are() -> None:
+    """Messages: a byte for two of linear layers' weights. Buffers: both orientations are as much as bf16."""
+    linear, params = 4 * (D * (D + 32 + 32) + D * D + 3 * D * F), dense_model().params
+    plain, cast = (low("fp8-current", Layout(dp=2), zero=3, gather_fp8=gathers) for gathers in (False, True))
+    tables = [Table.of_run(each) for each in (plain, cast)]
+    seconds = [
+        Sharing.of(table).seconds(table, np.array([[float(count)]]), np.array([[float(linear)]])).gather
+        for table, count in zip(tables, (params - linear / 2, params), strict=True)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
+    held = [predict(each).ledger.bytes["communication"] for each in (plain, cast)]
+    assert held[0] == held[1]

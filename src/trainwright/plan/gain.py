@@ -16,7 +16,7 @@ from trainwright.plan.predict import prediction
 from trainwright.plan.table import Table
 from trainwright.spec.answers import Prediction
 from trainwright.spec.gain import CauseGain, Gathers, LayerBytes, MatmulRate, PrecisionGain
-from trainwright.spec.ledger import SECONDS_CAUSES
+from trainwright.spec.ledger import SECONDS_CAUSES, SecondsCause
 from trainwright.spec.question import Question
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
@@ -92,7 +92,7 @@ def _causes(question: Question, plan: Prediction, low: Evaluation, plain: Predic
         CauseGain(cause=LOW, plain_s=of_low[0], low_s=of_low[1]),
         CauseGain(cause=PLAIN, plain_s=matmul_s[0] - of_low[0], low_s=matmul_s[1] - of_low[1]),
     ]
-    others = [cause for cause in SECONDS_CAUSES if cause != "matmul"]
+    others: list[SecondsCause] = [cause for cause in SECONDS_CAUSES if cause != "matmul"]
     rows += [
         CauseGain(cause=cause, plain_s=before.get(cause, 0.0), low_s=after.get(cause, 0.0)) for cause in others
     ]

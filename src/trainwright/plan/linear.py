@@ -78,7 +78,7 @@ def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathe
     """What a projection keeps of its input, (tokens, k), for the weight gradient. gathered: the input comes out of
     a gather over tp, where there is one. Where the projection itself runs again, its input is kept as it came."""
     size = table.recipe.compute_bytes
-    plain = (table.residual_tokens if gathered else table.tokens) * k * size
+    plain: Floats = (table.residual_tokens if gathered else table.tokens) * k * size
     if not table.recipe.is_low_precision:
         return (Saved(plain, reads),)
     again &= ~FULL

@@ -16,7 +16,7 @@ from trainwright.spec.units import bytes_text, count_text, scaled, seconds_text
 
 def modules_view(model: ModelSpec, recipe: Recipe) -> RenderableType:
     """Each kind of module with its formats, and why."""
-    rows = [[row.name, str(row.count), *operands_of(row), row.why] for row in modules_of(model, recipe)]
+    rows = [[row.name, str(row.modules), *operands_of(row), row.why] for row in modules_of(model, recipe)]
     columns = [("module", "<"), ("", ">"), ("input", "<"), ("weight", "<"), ("gradient", "<"), ("why", "<")]
     kept = "masters fp64" if recipe.precision == "fp64" else "masters fp32"
     below = f"{kept}, gradients {recipe.gradient_format}, moments {recipe.optimizer.moments}"

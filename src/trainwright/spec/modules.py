@@ -36,8 +36,8 @@ class ModuleRow(NamedTuple):
     """One kind of module. Pairs are the operands of a product; of what multiplies nothing they are empty."""
 
     name: str
-    count: int
-    """Modules of the model that are so."""
+    modules: int
+    """Of the model, that are so."""
     format: str
     """That its results have."""
     fprop: tuple[str, ...]
@@ -63,7 +63,7 @@ def modules_of(model: ModelSpec, recipe: Recipe) -> tuple[ModuleRow, ...]:
     ]
     for row in (*_before(model, recipe), *inside, *_after(model, recipe, total)):
         known = rows.get(row.name)
-        rows[row.name] = row if known is None else row._replace(count=row.count + known.count)
+        rows[row.name] = row if known is None else row._replace(modules=row.modules + known.modules)
     return tuple(rows.values())
 
 
@@ -71,7 +71,7 @@ def precision_text(model: ModelSpec, recipe: Recipe) -> list[str]:
     """The recipe in a line, and a line for each kind of module, as a log has them."""
     rows = modules_of(model, recipe)
     wide = max(len(row.name) for row in rows)
-    lines = [f"{row.name:{wide}} x{row.count:<4} {_operands_text(row)}; {row.why}" for row in rows]
+    lines = [f"{row.name:{wide}} x{row.modules:<4} {_operands_text(row)}; {row.why}" for row in rows]
     return [recipe_text(recipe), *lines]
 
 

@@ -11,7 +11,7 @@ share it lie along what is summed. A weight whose blocks are squares has the sam
 doesn't fit any more, at the end of a dim, is a shorter one with a scale of its own; kernels fill it with zeros.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainwright.spec.cluster import BlockScales, Format
 
@@ -44,17 +44,17 @@ class Operand(NamedTuple):
         """Whether one scale is for everything."""
         return self.along is None and self.across is None
 
-    def scale_bytes(self, summed: float, others: float) -> float:
+    def scale_bytes(self, summed: Any, others: Any) -> Any:
         """Bytes of the scales of a matrix of (others, summed) values; the single numbers that stand for a whole
-        tensor are left out (`spec.left_out`). Takes arrays as well."""
+        tensor are left out (`spec.left_out`). Of numbers or arrays."""
         if self.is_per_tensor:
             return 0.0 * summed * others
         blocks = 1.0 if self.along is None else -(-summed // self.along)
         rows = 1.0 if self.across is None else -(-others // self.across)
         return SCALE_BYTES[self.scale] * blocks * rows
 
-    def num_bytes(self, summed: float, others: float) -> float:
-        """Bytes of values and scales of a matrix of (others, summed) values. Takes arrays as well."""
+    def num_bytes(self, summed: Any, others: Any) -> Any:
+        """Bytes of values and scales of a matrix of (others, summed) values. Of numbers or arrays."""
         packed = -(-summed // 2) if self.values == "e2m1" else summed
         return packed * others + self.scale_bytes(summed, others)
 
