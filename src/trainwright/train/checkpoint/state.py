@@ -1,5 +1,5 @@
-"""This rank's blocks of the whole state: weights, moments, balance biases and histories of largest values, by their
-names in the whole model and their places in whole tensors.
+"""This rank's blocks of the whole state: weights, moments, balance biases and histories of largest values, by
+their names in the whole model and their places in whole tensors.
 
 Weights are what the optimizer moves: fp32 masters where the run computes in bf16. Moments of a weight are
 `NAME:first` and `NAME:second`. Moments in int8 have a scale for every 256 values of a rank's block, and so are
@@ -24,8 +24,8 @@ OF_ADAMW = {"first": "exp_avg", "second": "exp_avg_sq"}
 """PyTorch's names of AdamW's moments."""
 
 HISTORY = "amax_history"
-"""Of a layer whose scales come from past steps: input, weight and gradient, the newest step first. A commit of a run
-without such scales has none, and a run that begins with it has no past."""
+"""Of a layer whose scales come from past steps: input, weight and gradient, the newest step first. A commit of a
+run without such scales has none, and a run that begins with it has no past."""
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a block in a whole tensor."""
@@ -59,8 +59,8 @@ def held_blocks(trainer: Trainer) -> Iterator[Held]:
 
 
 def held_weights(trainer: Trainer) -> Iterator[Held]:
-    """Weights, and what else decides a step: the biases that steer the choice of experts, and the largest values of
-    past steps that scales are made from."""
+    """Weights, and what else decides a step: the biases that steer the choice of experts, and the largest values
+    of past steps that scales are made from."""
     for name, parameter in trainer.data_parallel.parameters():
         start, _ = place_of(parameter)
         local = local_of(parameter)

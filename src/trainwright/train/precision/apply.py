@@ -23,10 +23,11 @@ from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Layer, Mlp
 from trainwright.train.model.linear import Linear
 from trainwright.train.model.transformer import Transformer
-from trainwright.train.precision.arithmetic import Arithmetic, UnderWay
+from trainwright.train.precision.arithmetic import Arithmetic, Kernels, UnderWay
 from trainwright.train.precision.experts import LowPrecisionExperts
 from trainwright.train.precision.largest import Current, Delayed, Largest, Role
 from trainwright.train.precision.linear import LowPrecision
+from trainwright.train.precision.product import by_emulation
 from trainwright.train.precision.shared import HeldWeight, SharedInput
 
 AXES = ("tp", "cp", "dp")
@@ -49,6 +50,7 @@ class LowPrecisionLayers:
         self._recipe, self._low, self._mesh, self._clock = recipe, low, mesh, clock
         self._axes = (*AXES, "twins") if has_twin else AXES
         self.under_way = UnderWay()
+        self.kernels = Kernels(product=by_emulation) if recipe.emulate_precision else Kernels()
         self._weights: list[HeldWeight] = []
         self.delayed: dict[str, Delayed] = {}
         """By the layer's name, with recipes that keep a history."""
@@ -140,7 +142,7 @@ class LowPrecisionLayers:
             self.under_way,
             self._recipe.seed,
             (at.tp, at.cp),
-            is_emulated=self._recipe.emulate_precision,
+            kernels=self.kernels,
         )
 
     def _held(self, shards: int) -> HeldWeight:

@@ -6,7 +6,7 @@ but where rounding to fp32 decides.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from trainwright.spec.recipe import Precision
 from trainwright.train.precision.hadamard import transformed
 from trainwright.train.precision.largest import Largest, Role
 from trainwright.train.precision.noise import Noise
-from trainwright.train.precision.product import by_emulation, product
+from trainwright.train.precision.product import product
 from trainwright.train.precision.quantized import Quantized, quantize
 from trainwright.train.precision.recipes import RECIPES, Operand
 
@@ -26,6 +26,15 @@ class UnderWay:
 
     samples_B: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     """Global number of each sequence, counted through all steps."""
+
+
+@dataclass
+class Kernels:
+    """What rounds a matrix and what multiplies two of them: of all layers, so that a run without numbers can have
+    others."""
+
+    quantize: Callable[..., Quantized] = quantize
+    product: Callable[[Quantized, Quantized, torch.dtype], torch.Tensor] = product
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,7 @@ class Arithmetic:
     seed: int = 0
     part: tuple[int, ...] = ()
     """Which part of tensors this rank has: chance is another one in each."""
-    is_emulated: bool = False
-    """Also where the device has the format."""
+    kernels: Kernels = field(default_factory=Kernels)
 
     def both(self, role: Role, x: torch.Tensor) -> tuple[Quantized, Quantized]:
         """x (..., N, K) as a product reads it that sums over K, and x^T as one does that sums over N."""
@@ -72,7 +80,7 @@ class Arithmetic:
         """a b^T; in float64 sums are too, for proofs."""
         if dtype == torch.float64:
             return a.dequantize(dtype) @ b.dequantize(dtype).mT
-        return (by_emulation if self.is_emulated else product)(a, b, dtype)
+        return self.kernels.product(a, b, dtype)
 
     def _operands(self, role: Role) -> tuple[Operand, Operand]:
         of = RECIPES[self.precision]
@@ -97,7 +105,7 @@ class Arithmetic:
         if operand.is_stochastic:
             place = f"{self.seed}/{self.name}/{way}/{self.part}/{self.under_way.samples_B.tolist()}"
             noise = Noise(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little"))
-        return quantize(x, operand.format, operand.scaling, amax=amax, noise=noise)
+        return self.kernels.quantize(x, operand.format, operand.scaling, amax=amax, noise=noise)
 
 
 def _asks(operand: Operand) -> bool:

@@ -38,7 +38,7 @@ class Current:
 
     @torch.no_grad()
     def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
-        largest = x.abs().amax((-2, -1), keepdim=True).float() if x.numel() else x.new_zeros((1,) * x.ndim).float()
+        largest = _of_each(x)
         for group in self._groups.get(role, ()):
             with self._clock.of("tp"):
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -53,33 +53,36 @@ class Delayed:
         self._current = current
         self.history_RH = torch.zeros(len(ROLES), steps, device=device)
         self.seen_R = torch.zeros(len(ROLES), device=device)
-        self._past_R: torch.Tensor | None = None
-        self._has_past = False
+        """In the step that is under way."""
+        self.past_R = torch.zeros(len(ROLES), device=device)
+        self.is_new = True
 
     @torch.no_grad()
     def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
         place = ROLES.index(role)
-        if self._past_R is None:
-            self._past_R = self.history_RH.amax(1)
-            self._has_past = bool(self._past_R.any())
-        here = (
-            (x.abs().amax().float() if x.numel() else x.new_zeros(()).float())
-            if self._has_past
-            else self._current.of(role, x).amax()
-        )
+        here = (self._current.of(role, x) if self.is_new else _of_each(x)).amax()
         self.seen_R[place] = torch.maximum(self.seen_R[place], here)
         # What was zero all the time, such as an expert that nobody chose, has no past either.
-        past = self._past_R[place]
+        past = self.past_R[place]
         return torch.where(past > 0, past, here).expand(*x.shape[:-2], 1, 1)
 
     def restored(self) -> None:
         """The history has been given other values."""
         self.seen_R.zero_()
-        self._past_R = None
+        self.past_R = self.history_RH.amax(1)
+        self.is_new = not bool(self.past_R.any())
 
     def advance(self) -> None:
         """The step is over, and `seen_R` is that of all ranks."""
         self.history_RH[:, 1:] = self.history_RH[:, :-1].clone()
         self.history_RH[:, 0] = self.seen_R
+        self.past_R = self.history_RH.amax(1)
         self.seen_R.zero_()
-        self._past_R = None
+        self.is_new = False
+
+
+def _of_each(x: torch.Tensor) -> torch.Tensor:
+    """(..., 1, 1) fp32 of (..., N, K)."""
+    if not x.numel():
+        return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
+    return torch.linalg.vector_norm(x, float("inf"), (-2, -1), keepdim=True).float()
