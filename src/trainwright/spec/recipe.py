@@ -84,6 +84,12 @@ class Recipe(Noun):
     emulate_precision: bool = False
     """The arithmetic of an fp8 or fp4 precision runs by casts and products in bf16 (fp32 where the device has no
     bf16), also on a device that lacks the format: to study it, as nothing becomes faster."""
+    amax_history_steps: Count = 1024
+    """Of fp8-delayed: past steps whose largest value makes the scale (Transformer Engine's default)."""
+    precision_report_steps: Natural = 10
+    """Low-precision layers are looked at each so many steps: how many values saturate or become zero; 0: never."""
+    precision_fallback: bool = False
+    """A layer whose scale was seen to saturate goes on in the activation format."""
     gradient_format: Literal["fp32", "bf16"] = "fp32"
     """Of gradients as they are accumulated and reduced; fp64 runs keep fp64."""
     fused_accumulation: bool = False

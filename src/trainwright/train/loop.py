@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainwright.spec.errors import reject
 from trainwright.spec.model import FlopConvention
-from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
+from trainwright.spec.record import PrecisionRecord, RankRecord, StepRecord, StepSeconds
 from trainwright.spec.run import Run
 from trainwright.spec.window import StepWindow
 from trainwright.train.checkpoint.identity import mark_of
@@ -105,7 +105,7 @@ def train(
                 waits_charged(clock, mesh.device),
             ):
                 recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
-                writers = _Writers(journal, telemetry, recorders, on_step, recomputed_flops_per_token)
+                writers = _Writers(journal, telemetry, recorders, on_step, on_note, recomputed_flops_per_token)
                 _train_on(keeper, dataset, start, wanted, writers)
 
 
@@ -118,6 +118,7 @@ class _Writers:
     telemetry: Telemetry
     recorders: Recorders
     on_step: OnStep
+    on_note: Callable[[str], None]
     recomputed_flops_per_token: float
 
 
@@ -129,10 +130,14 @@ def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: i
     for step in range(start.step, wanted):
         lr = learning_rate(run.recipe.optimizer, step, keeper.schedule_steps)
         batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
+        low_precision = trainer.low_precision
+        is_watched = low_precision is not None and low_precision.watch(step + 1)
         with writers.recorders.around(step + 1):
             body = partial(_step, trainer, batch, lr)
             result = watch.around(step - start.step, body, is_recorded=writers.recorders.slows(step + 1))
         writers.recorders.after(step + 1)
+        if low_precision is not None and is_watched:
+            _tell_precision(low_precision.report(step + 1), trainer.mesh, writers)
         writers.telemetry.ended(step + 1, watch.last_seconds)
         if writers.journal is not None:
             record = _step_record(run, watch, step, lr, result, writers.recomputed_flops_per_token)
@@ -148,6 +153,26 @@ def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: i
     records = _on_rank_0(watch.record(), trainer.mesh)
     if writers.journal is not None:
         writers.journal.ledger(records)
+
+
+def _tell_precision(own: PrecisionRecord, mesh: Mesh, writers: _Writers) -> None:
+    """Put the records of all stages together on the first rank, which tells what is wrong."""
+    records = [own]
+    if mesh.layout.world > 1:
+        everyone: list[Any] = [None] * mesh.layout.world if mesh.rank == 0 else []
+        dist.gather_object(own, everyone or None)
+        records = everyone
+    if writers.journal is None:
+        return
+    merged = PrecisionRecord(
+        step=own.step,
+        layers={name: roles for each in records for name, roles in each.layers.items()},
+        alarms=tuple(dict.fromkeys(alarm for each in records for alarm in each.alarms)),
+        fallen=tuple(dict.fromkeys(name for each in records for name in each.fallen)),
+    )
+    writers.journal.precision(merged)
+    for alarm in merged.alarms:
+        writers.on_note(f"step {own.step}: {alarm}")
 
 
 def _step(trainer: Trainer, batch: Callable[[], Batch], lr: float) -> StepResult:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from trainwright.train.checkpoint.manifest import Damaged, Manifest, Piece
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.state import (
+    FALLEN,
     HISTORY,
     Held,
     blocks_of_moment,
@@ -121,7 +122,7 @@ def restore(trainer: Trainer, reader: Reader, manifest: Manifest) -> None:
 
 def _fill_each(source: Source, held: Iterable[Held]) -> None:
     for each in held:
-        if each.name.endswith(f".{HISTORY}") and not source.has(each.name):
+        if each.name.endswith((f".{HISTORY}", f".{FALLEN}")) and not source.has(each.name):
             each.values.zero_()
             continue
         source.fill(each)

@@ -26,6 +26,8 @@ OF_ADAMW = {"first": "exp_avg", "second": "exp_avg_sq"}
 HISTORY = "amax_history"
 """Of a layer whose scales come from past steps: input, weight and gradient, the newest step first. A commit of a
 run without such scales has none, and a run that begins with it has no past."""
+FALLEN = "in_activation_format"
+"""1 of a layer that has fallen back to it, where a recipe lets layers do so."""
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a block in a whole tensor."""
@@ -74,6 +76,8 @@ def held_weights(trainer: Trainer) -> Iterator[Held]:
         for name, delayed in trainer.low_precision.delayed.items():
             history_RH = delayed.history_RH
             yield Held(f"{name}.{HISTORY}", tuple(history_RH.shape), (0, 0), history_RH)
+        for name, has in trainer.low_precision.fallen.items():
+            yield Held(f"{name}.{FALLEN}", (1,), (0,), has)
 
 
 def kept_moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:

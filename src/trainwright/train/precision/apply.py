@@ -7,14 +7,17 @@ and nothing else: embedding, head, router, gates, norms and attention's core sta
 (arXiv:2412.19437 s3.3.1). `spec/modules.py` lists the same for whoever asks.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from trainwright.spec.recipe import Recipe
+from trainwright.spec.record import PrecisionRecord
 from trainwright.train.clock import Clock
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import Experts, MixtureOfExperts
@@ -25,6 +28,7 @@ from trainwright.train.model.linear import Linear
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.precision.arithmetic import Arithmetic, Kernels, UnderWay
 from trainwright.train.precision.experts import LowPrecisionExperts
+from trainwright.train.precision.health import Health, alarms_of
 from trainwright.train.precision.largest import Current, Delayed, Largest, Role
 from trainwright.train.precision.linear import LowPrecision
 from trainwright.train.precision.product import by_emulation
@@ -51,6 +55,11 @@ class LowPrecisionLayers:
         self._axes = (*AXES, "twins") if has_twin else AXES
         self.under_way = UnderWay()
         self.kernels = Kernels(product=by_emulation) if recipe.emulate_precision else Kernels()
+        self._health = Health()
+        self._layers: dict[str, Callable[[bool], None]] = {}
+        """By name what lets a layer multiply in few bits, or not."""
+        self.fallen: dict[str, torch.Tensor] = {}
+        """By name, where the recipe says that layers may fall: 1 where this one has."""
         self._weights: list[HeldWeight] = []
         self.delayed: dict[str, Delayed] = {}
         """By the layer's name, with recipes that keep a history."""
@@ -69,6 +78,8 @@ class LowPrecisionLayers:
             # Each rank of tp has other positions of what is joined, and the weight whole.
             self._set(module, f"later.{number}", ["join"], over={"input": ["cp", "tp"], "gradient": ["cp", "tp"]})
             self._apply(module.layer, f"later.{number}.layer", BLOCKS)
+        if self._recipe.precision_fallback:
+            self.fallen = {name: torch.zeros(1, device=self._mesh.device) for name in self._layers}
 
     def _apply(self, layer: Layer, name: str, kept: Set[str]) -> None:
         """kept: blocks that aren't recomputed whole. Where their input is gathered, autograd keeps this rank's
@@ -110,7 +121,9 @@ class LowPrecisionLayers:
             linear = block.get_submodule(name)
             assert isinstance(linear, Linear)
             arithmetic = self._arithmetic(f"{prefix}.{name}", over)
-            linear.product = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
+            layer = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
+            self._layers[arithmetic.name] = partial(_set_product, linear, layer)
+            linear.product = layer
 
     def _set_experts(self, experts: Experts, prefix: str) -> None:
         """Rows of a microbatch lie on all ranks that route its tokens; the width of experts is cut over etp."""
@@ -126,14 +139,17 @@ class LowPrecisionLayers:
                 over["weight"].append("ep")  # All experts have one.
             arithmetic = self._arithmetic(f"{prefix}.{name}", over)
             read = SharedInput(1) if name == "down" else inputs
-            experts.products[name] = LowPrecisionExperts(arithmetic, read, self._held(shards))
+            layer = LowPrecisionExperts(arithmetic, read, self._held(shards))
+            self._layers[arithmetic.name] = partial(_set_experts_product, experts, name, layer)
+            experts.products[name] = layer
 
     def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
         groups = self._mesh.groups
         here = {role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()}
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
-            largest = self.delayed[name] = Delayed(self._low.amax_history, largest, self._mesh.device)
+            steps = self._recipe.amax_history_steps
+            largest = self.delayed[name] = Delayed(steps, largest, self._mesh.device)
         at = self._mesh.coordinate
         return Arithmetic(
             name,
@@ -143,6 +159,7 @@ class LowPrecisionLayers:
             self._recipe.seed,
             (at.tp, at.cp),
             kernels=self.kernels,
+            health=self._health,
         )
 
     def _held(self, shards: int) -> HeldWeight:
@@ -151,8 +168,33 @@ class LowPrecisionLayers:
         self._weights.append(weight)
         return weight
 
+    def watch(self, step: int) -> bool:
+        """Whether the step that begins, counted from 1, is one that layers are looked at in."""
+        every = self._recipe.precision_report_steps
+        self._health.is_on = bool(every) and step % every == 0
+        return self._health.is_on
+
+    def report(self, step: int) -> PrecisionRecord:
+        """Of the step that is over and was watched: this rank's layers, over all ranks that have them. Those whose
+        scales have saturated fall, if the recipe says so."""
+        self._health.is_on = False
+        seen = self._health.taken([*self._layers], self._mesh, self._axes)
+        alarms = alarms_of(seen)
+        for alarm in alarms:
+            if alarm.layer in self.fallen:
+                self.fallen[alarm.layer].fill_(1)
+                self._layers[alarm.layer](False)
+        return PrecisionRecord(
+            step=step,
+            layers={name: dict(roles) for name, roles in seen.items()},
+            alarms=tuple(alarm.text for alarm in alarms),
+            fallen=tuple(name for name, has in self.fallen.items() if bool(has)),
+        )
+
     def restored(self) -> None:
-        """Weights and histories have been given other values."""
+        """Weights, histories and what has fallen have been given other values."""
+        for name, has in self.fallen.items():
+            self._layers[name](not bool(has))
         for weight in self._weights:
             weight.forget()
         for layer in self.delayed.values():
@@ -173,3 +215,14 @@ class LowPrecisionLayers:
         for layer, seen_R in zip(layers, seen_LR, strict=True):
             layer.seen_R.copy_(seen_R)
             layer.advance()
+
+
+def _set_product(linear: Linear, layer: LowPrecision, is_low: bool) -> None:
+    linear.product = layer if is_low else F.linear
+
+
+def _set_experts_product(experts: Experts, name: str, layer: LowPrecisionExperts, is_low: bool) -> None:
+    if is_low:
+        experts.products[name] = layer
+    else:
+        experts.products.pop(name, None)

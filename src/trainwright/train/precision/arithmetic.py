@@ -13,6 +13,7 @@ import torch
 
 from trainwright.spec.recipe import Precision
 from trainwright.train.precision.hadamard import transformed
+from trainwright.train.precision.health import Health
 from trainwright.train.precision.largest import Largest, Role
 from trainwright.train.precision.noise import Noise
 from trainwright.train.precision.product import product
@@ -49,6 +50,7 @@ class Arithmetic:
     part: tuple[int, ...] = ()
     """Which part of tensors this rank has: chance is another one in each."""
     kernels: Kernels = field(default_factory=Kernels)
+    health: Health = field(default_factory=Health)
 
     def both(self, role: Role, x: torch.Tensor) -> tuple[Quantized, Quantized]:
         """x (..., N, K) as a product reads it that sums over K, and x^T as one does that sums over N."""
@@ -92,7 +94,10 @@ class Arithmetic:
 
     def _quantized(self, role: Role, operand: Operand, x: torch.Tensor, way: str) -> Quantized:
         x = self._prepared(operand, x)
-        return self._rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
+        quantized = self._rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
+        if way == "along":
+            self.health.saw(self.name, role, x, quantized)
+        return quantized
 
     def _prepared(self, operand: Operand, x: torch.Tensor) -> torch.Tensor:
         """What is rounded, and has the largest value that counts."""
