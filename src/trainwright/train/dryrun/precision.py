@@ -7,10 +7,12 @@ Emulated products read copies of their operands in 16 or 32 bits; those in hardw
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.train.parallelize import Trainer
 from trainwright.train.precision.formats import NumberFormat
+from trainwright.train.precision.hadamard import SIZE
 from trainwright.train.precision.quantized import Quantized, Scaling
 
 SCALE_DTYPES = {
@@ -27,6 +29,7 @@ def round_nothing(trainer: Trainer, mode: FakeTensorMode) -> None:
     layers = trainer.low_precision
     if layers is None:
         return
+    layers.kernels.transform = lambda x, _: F.pad(x, (0, -x.shape[-1] % SIZE))
     layers.kernels.quantize = _quantized
     layers.kernels.product = partial(_product, copies=trainer.run.recipe.emulate_precision)
     for layer in layers.delayed.values():

@@ -63,6 +63,7 @@ class LowPrecisionLayers:
         self._weights: list[HeldWeight] = []
         self.delayed: dict[str, Delayed] = {}
         """By the layer's name, with recipes that keep a history."""
+        self._remakes_norms = recipe.recompute == "selective" and "norm" in recipe.recompute_ops
         self._gathers = recipe.sequence_parallel and mesh.layout.tp > 1
 
     def apply(self, piece: Transformer, recomputed: Set[str]) -> None:
@@ -70,22 +71,21 @@ class LowPrecisionLayers:
         place."""
         for number, layer in piece.layers.items():
             assert isinstance(layer, Layer)
-            self._apply(
-                layer, f"layers.{number}", {each for each in BLOCKS if f"{number}.{each}" not in recomputed}
-            )
+            again = self._gathers or (self._remakes_norms and layer.attention_norm is not None)
+            whole = {each for each in BLOCKS if f"{number}.{each}" in recomputed}
+            self._apply(layer, f"layers.{number}", BLOCKS - whole if again else frozenset())
         for number, module in piece.later.items():
             assert isinstance(module, LaterToken)
             # Each rank of tp has other positions of what is joined, and the weight whole.
             self._set(module, f"later.{number}", ["join"], over={"input": ["cp", "tp"], "gradient": ["cp", "tp"]})
-            self._apply(module.layer, f"later.{number}.layer", BLOCKS)
+            self._apply(module.layer, f"later.{number}.layer", BLOCKS if self._gathers else frozenset())
         if self._recipe.precision_fallback:
             self.fallen = {name: torch.zeros(1, device=self._mesh.device) for name in self._layers}
 
-    def _apply(self, layer: Layer, name: str, kept: Set[str]) -> None:
-        """kept: blocks that aren't recomputed whole. Where their input is gathered, autograd keeps this rank's
-        part of it and gathers it again."""
-        gathered = kept if self._gathers else ()
-        attention, mlp, keeps = layer.attention, layer.mlp, "attention" in gathered
+    def _apply(self, layer: Layer, name: str, again: Set[str]) -> None:
+        """again: blocks whose input is there in backward without being kept: gathered again from this rank's part,
+        or made again by the norm that gave it."""
+        attention, mlp, keeps = layer.attention, layer.mlp, "attention" in again
         prefix = f"{name}.attention"
         if isinstance(attention, Latent):
             reads = ["query"] if attention.query_down is None else ["query_down"]
@@ -103,7 +103,7 @@ class LowPrecisionLayers:
             name = f"{name}.mlp"
         if mlp is not None:
             assert isinstance(mlp, Mlp)
-            self._set(mlp, name, ["up"] if mlp.gate is None else ["up", "gate"], keeps="mlp" in gathered)
+            self._set(mlp, name, ["up"] if mlp.gate is None else ["up", "gate"], keeps="mlp" in again)
             self._set(mlp, name, ["down"], over=CUT_ALONG_INPUT)
 
     def _set(

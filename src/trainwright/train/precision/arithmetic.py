@@ -31,9 +31,10 @@ class UnderWay:
 
 @dataclass
 class Kernels:
-    """What rounds a matrix and what multiplies two of them: of all layers, so that a run without numbers can have
+    """What transforms and rounds a matrix and what multiplies two of them: of all layers, so that a run without numbers can have
     others."""
 
+    transform: Callable[[torch.Tensor, int], torch.Tensor] = transformed
     quantize: Callable[..., Quantized] = quantize
     product: Callable[[Quantized, Quantized, torch.dtype], torch.Tensor] = product
 
@@ -76,7 +77,7 @@ class Arithmetic:
             return tuple(run.transposed() for run in self.along(role, row_RK).split(counts))
         runs = [self._prepared(across, run.mT) for run in row_RK.split(list(counts))]
         amax = self.largest.of(role, torch.cat(runs, dim=1)) if _asks(across) else None
-        return tuple(self._rounded(across, run, amax, "across") for run in runs)
+        return tuple(self.rounded(across, run, amax, "across") for run in runs)
 
     def multiplied(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """a b^T; in float64 sums are too, for proofs."""
@@ -94,7 +95,7 @@ class Arithmetic:
 
     def _quantized(self, role: Role, operand: Operand, x: torch.Tensor, way: str) -> Quantized:
         x = self._prepared(operand, x)
-        quantized = self._rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
+        quantized = self.rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
         if way == "along":
             self.health.saw(self.name, role, x, quantized)
         return quantized
@@ -103,9 +104,10 @@ class Arithmetic:
         """What is rounded, and has the largest value that counts."""
         x = x.detach()
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
-        return transformed(x, self.seed) if operand.is_transformed else x
+        return self.kernels.transform(x, self.seed) if operand.is_transformed else x
 
-    def _rounded(self, operand: Operand, x: torch.Tensor, amax: torch.Tensor | None, way: str) -> Quantized:
+    def rounded(self, operand: Operand, x: torch.Tensor, amax: torch.Tensor | None, way: str) -> Quantized:
+        """x, ready to be rounded, in an operand's format; amax: what scales of the whole tensor are made from."""
         noise = None
         if operand.is_stochastic:
             place = f"{self.seed}/{self.name}/{way}/{self.part}/{self.under_way.samples_B.tolist()}"

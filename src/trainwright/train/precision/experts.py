@@ -10,12 +10,14 @@ the whole tensor is one for all rows, and one for each expert's weight.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from trainwright.train.precision.arithmetic import Arithmetic
+from trainwright.train.precision.linear import Multiply
 from trainwright.train.precision.quantized import Quantized
 from trainwright.train.precision.shared import HeldWeight, SharedInput, form_of, parts_of, put_together
 
@@ -40,7 +42,10 @@ class LowPrecisionExperts:
         if not rows:
             # Nobody chose an expert that is here; ranks that others chose still ask for the largest value of all.
             row_RI, counts[0] = F.pad(row_RI, (0, 0, 0, 1)), 1
-        y_RO: torch.Tensor = _Product.apply(row_RI, weight_XOI, self, counts, wants)  # pyright: ignore[reportAssignmentType]
+        made = self.inputs.of(row_RI, f"x {wants}", lambda x: self.rows("input", x, counts, wgrad=wants))
+        place = _Keep.apply(row_RI, weight_XOI, self, made.across, counts)
+        make = partial(self._output, made.along, weight_XOI, counts, row_RI.dtype)
+        y_RO: torch.Tensor = Multiply.apply(place, make)  # pyright: ignore[reportAssignmentType]
         return y_RO[:rows]
 
     def rows(self, role: Any, row_RK: torch.Tensor, counts: Sequence[int], *, wgrad: bool) -> Rows:
@@ -48,13 +53,11 @@ class LowPrecisionExperts:
         across = self.arithmetic.runs(role, row_RK, counts) if wgrad else ()
         return Rows(self.arithmetic.along(role, row_RK), across)
 
-    def output(
-        self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int], *, wants: bool
-    ) -> tuple[torch.Tensor, Rows]:
-        """Fprop, and the rows quantized; wants: there will be a Wgrad."""
-        made = self.inputs.of(row_RI, f"x {wants}", lambda x: self.rows("input", x, counts, wgrad=wants))
-        w_XOI = self.weights.of(weight_XOI, "Fprop", self.arithmetic)
-        return self._runs(made.along, w_XOI, counts, row_RI.dtype), made
+    def _output(
+        self, row_RI: Quantized, weight_XOI: torch.Tensor, counts: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Fprop."""
+        return self._runs(row_RI, self.weights.of(weight_XOI, "Fprop", self.arithmetic), counts, dtype)
 
     def gradients(
         self,
@@ -80,21 +83,21 @@ class LowPrecisionExperts:
         return torch.cat([self.arithmetic.multiplied(run, b[expert], dtype) for expert, run in enumerate(runs)])
 
 
-class _Product(torch.autograd.Function):
+class _Keep(torch.autograd.Function):
+    """As `linear.py`'s."""
+
     @staticmethod
     def forward(
         ctx: Any,
         row_RI: torch.Tensor,
         weight_XOI: torch.Tensor,
         layer: LowPrecisionExperts,
-        counts: list[int],
-        wants: bool,
+        runs: Sequence[Quantized],
+        counts: Sequence[int],
     ) -> torch.Tensor:
-        y_RO, made = layer.output(row_RI, weight_XOI, counts, wants=wants)
-        ctx.layer, ctx.counts = layer, counts
-        ctx.forms = [form_of(run) for run in made.across]
-        ctx.save_for_backward(weight_XOI, *(part for run in made.across for part in parts_of(run)))
-        return y_RO
+        ctx.layer, ctx.counts, ctx.forms = layer, counts, [form_of(run) for run in runs]
+        ctx.save_for_backward(weight_XOI, *(part for run in runs for part in parts_of(run)))
+        return row_RI.new_empty(()).expand(len(row_RI), weight_XOI.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ from trainwright.train.precision.quantized import Quantized
 from trainwright.train.precision.rates import Counts, counts
 
 ALARM_SHARE = 0.01
-"""Chosen: above what delayed scaling lets saturate while activations grow in a run's first steps (up to 0.7% seen),
-below what an activation that has outgrown its history does (94%)."""
+"""Chosen: above what delayed scaling lets saturate while activations grow in a run's first steps (up to 0.7%
+seen), below what an activation that has outgrown its history does (94%)."""
 
 
 class Alarm(NamedTuple):

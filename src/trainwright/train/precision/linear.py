@@ -11,6 +11,8 @@ is quantized once a step where it stays the same for so long.
 Activations and gradients come and go in the run's activation format; sums are in fp32.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,22 +44,21 @@ class LowPrecision:
         if has_torch_function((x, weight)):
             return handle_torch_function(self, (x, weight), x, weight, bias)
         wants = torch.is_grad_enabled() and weight.requires_grad
-        y: torch.Tensor = _Product.apply(x, weight, self, wants)  # pyright: ignore[reportAssignmentType]
-        return y if bias is None else y + bias
-
-    def output(self, x: torch.Tensor, weight: torch.Tensor, *, wants: bool) -> tuple[torch.Tensor, Input]:
-        """Fprop, and x quantized; wants: there will be a Wgrad."""
         columns = wants and not self.keeps_input
         made = self.inputs.of(x, f"x {columns}", lambda x: self._input(x.flatten(0, -2), columns))
-        w_OI = self.weights.of(weight, "Fprop", self.arithmetic)
-        return self.arithmetic.multiplied(made.rows, w_OI, x.dtype).view(*x.shape[:-1], weight.shape[0]), made
+        place = _Keep.apply(x, weight, self, made, wants)
+        y: torch.Tensor = Multiply.apply(place, partial(self._output, made.rows, x, weight))  # pyright: ignore[reportAssignmentType]
+        return y if bias is None else y + bias
 
     def _input(self, x_TI: torch.Tensor, columns: bool) -> Input:
-        return (
-            Input(*self.arithmetic.both("input", x_TI))
-            if columns
-            else Input(self.arithmetic.along("input", x_TI), None)
-        )
+        if columns:
+            return Input(*self.arithmetic.both("input", x_TI))
+        return Input(self.arithmetic.along("input", x_TI), None)
+
+    def _output(self, x_TI: Quantized, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Fprop."""
+        w_OI = self.weights.of(weight, "Fprop", self.arithmetic)
+        return self.arithmetic.multiplied(x_TI, w_OI, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Dgrad: of dy (..., O) and w (O, I) dx (..., I)."""
@@ -84,10 +85,14 @@ class LowPrecision:
         return dx, self.arithmetic.multiplied(dy_OT, x_IT, weight.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _Keep(torch.autograd.Function):
+    """The layer's backward, and what it reads. Its output, which has no values, is that of the product, which is
+    made behind it: so all is kept before the product is made, and recomputation that ends here makes none."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: LowPrecision, wants: bool) -> torch.Tensor:
-        y, made = layer.output(x, weight, wants=wants)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: LowPrecision, made: Input, wants: bool
+    ) -> torch.Tensor:
         ctx.layer, ctx.form = layer, None
         kept = []
         if made.columns is not None:
@@ -95,7 +100,7 @@ class _Product(torch.autograd.Function):
         elif wants:
             kept = [x]
         ctx.save_for_backward(weight, *kept)
-        return y
+        return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -103,6 +108,18 @@ class _Product(torch.autograd.Function):
         (gradient,), (weight, *kept) = gradients, ctx.saved_tensors
         dgrad, wgrad = ctx.needs_input_grad[:2]
         if not wgrad:
-            return layer.input_gradient(gradient, weight), None, None, None
+            return layer.input_gradient(gradient, weight), None, None, None, None
         x_IT = layer.input_again(kept[0]) if ctx.form is None else put_together(ctx.form, kept)
-        return *layer.gradients(gradient, weight, x_IT, dgrad=dgrad), None, None
+        return *layer.gradients(gradient, weight, x_IT, dgrad=dgrad), None, None, None
+
+
+class Multiply(torch.autograd.Function):
+    """What `make` gives, in the place of a tensor without values, which has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, place: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
