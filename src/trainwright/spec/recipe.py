@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.cluster import AttentionKernel, Format
 from trainwright.spec.errors import reject
+from trainwright.spec.precision import LOW_PRECISION, LowPrecision
 
 Precision = Literal[
     "fp32", "bf16", "fp16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp64"
@@ -203,7 +204,12 @@ class Recipe(Noun):
     @property
     def is_low_precision(self) -> bool:
         """Whether the linear layers' matmuls have fewer than 16 bits."""
-        return self.precision in LOW_FORMATS
+        return self.precision in LOW_PRECISION
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        """What the operands of low-precision matmuls are; None where there are none."""
+        return LOW_PRECISION.get(self.precision)
 
     @property
     def matmul_format(self) -> Format:
@@ -223,7 +229,14 @@ class Recipe(Noun):
     @property
     def matmul_bytes(self) -> float:
         """Bytes of a value as the linear layers' matmuls read it, its share of a scale included."""
-        return LOW_BYTES.get(self.precision, self.compute_bytes)
+        low = self.low_precision
+        return self.compute_bytes if low is None else low.activation.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """The same of a weight."""
+        low = self.low_precision
+        return self.compute_bytes if low is None else low.weight.value_bytes
 
     @property
     def master_bytes(self) -> int:
@@ -243,28 +256,13 @@ class Recipe(Noun):
         return {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}[self.optimizer.moments]
 
 
-LOW_FORMATS: dict[str, Format] = {
-    "fp8-delayed": "fp8",
-    "fp8-current": "fp8",
-    "fp8-rowwise": "fp8",
-    "fp8-block": "fp8",
-    "mxfp8": "fp8",
-    "nvfp4": "fp4",
-}
-"""The device's number format of each low precision."""
-
-LOW_BYTES = {
-    "fp8-delayed": 1.0,
-    "fp8-current": 1.0,
-    "fp8-rowwise": 1.0,
-    "fp8-block": 1 + 4 / 128,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
-}
-"""Bytes of a value and its share of the block's scale."""
-
-
 def format_of(precision: Precision) -> Format:
     """The device's number format that the matmuls of a precision run in."""
-    formats: dict[str, Format] = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", **LOW_FORMATS}
+    formats: dict[str, Format] = {
+        "fp64": "fp64",
+        "fp32": "fp32",
+        "bf16": "bf16",
+        "fp16": "fp16",
+        **{name: each.format for name, each in LOW_PRECISION.items()},
+    }
     return formats[precision]
