@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainwright.spec.recipe import LOW_BYTES
+from trainwright.train.precision import blocks, quantized
 from trainwright.train.precision.formats import E2M1, E4M3, E5M2, NumberFormat, unpacked
 from trainwright.train.precision.hadamard import matrix, transformed
 from trainwright.train.precision.noise import Noise
@@ -162,6 +163,30 @@ def test_a_stack_is_its_matrices_and_zeros_beyond_an_edge_change_nothing(kind: s
     whole = quantize(padded, form, scaling).dequantize()
     assert torch.equal(whole[:20, :90], quantize(matrices[0], form, scaling).dequantize())
     assert not whole[20:].any()
+
+
+@EACH
+def test_large_matrices_are_as_small_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rounded piece by piece."""
+    form, scaling = KINDS[kind]
+    x = heavy(300, 270, 9)
+    stack = torch.stack((x, -3 * x, x.roll(7, 0)))
+    matrices = (x, x.mT, stack, stack.mT.contiguous().mT)
+    noises = (None, Noise(1, 2, 3)) if form is E2M1 else (None,)
+
+    def found() -> list[torch.Tensor]:
+        each = [quantize(matrix, form, scaling, noise=noise) for matrix in matrices for noise in noises]
+        amaxes = [block_amax(matrix, scaling) for matrix in matrices]
+        seen = [counts(matrix, quantize(matrix, form, scaling)).overflow for matrix in matrices]
+        return [*(q.operand() for q in each), *(q.dequantize() for q in each), *amaxes, *seen]
+
+    whole = found()
+    for module in (blocks, quantized):
+        monkeypatch.setattr(module, "PIECE_VALUES", 5000)
+    assert len(blocks.pieces(x, scaling.size)) > (1 if scaling.rows == 128 else 10)
+    for one, other in zip(whole, found(), strict=True):
+        assert torch.equal(one, other)
+    assert blocks.is_transposed(quantize(x.mT, form, scaling).values) or form is E2M1
 
 
 @EACH

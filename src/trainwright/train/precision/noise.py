@@ -7,7 +7,7 @@ function is two rounds of shift and multiply whose constants Chris Wellons' sear
 ("lowbias32", github.com/skeeto/hash-prospector).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +18,17 @@ LOW = 2**32 - 1
 
 @dataclass(frozen=True)
 class Noise:
-    """Of one matrix in one step: its seed, and which row and column of the whole matrix its first ones are."""
+    """Of one matrix in one step: its seed, and which row and column of the whole matrix its first ones are; of a
+    stack, which of its matrices is the first."""
 
     seed: int
     row: int = 0
     column: int = 0
+    matrix: int = 0
+
+    def shifted(self, row: int = 0, column: int = 0, matrix: int = 0) -> "Noise":
+        """Of a part that begins there."""
+        return replace(self, row=self.row + row, column=self.column + column, matrix=self.matrix + matrix)
 
     def uniform(self, x: torch.Tensor) -> torch.Tensor:
         """A number in [0, 1) for each value of x, (..., rows, columns), in x's order in memory; fp32, multiples of
@@ -30,7 +36,7 @@ class Noise:
         rows, columns = x.shape[-2:]
         batches = x.shape[:-2].numel()
         low, high = _signed(self.seed), _signed(self.seed >> 32)
-        batch = _mixed(torch.arange(batches, dtype=torch.int32, device=x.device) + high).view(*x.shape[:-2], 1)
+        batch = _mixed(_places(self.matrix, batches, x.device) + high).view(*x.shape[:-2], 1)
         row = _mixed(_mixed(_places(self.row, rows, x.device) ^ low) + batch)
         column = _mixed(_places(self.column, columns, x.device))
         if x.mT.is_contiguous() and not x.is_contiguous():

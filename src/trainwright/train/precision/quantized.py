@@ -15,8 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
+from trainwright.train.precision.blocks import (
+    PIECE_VALUES,
+    Size,
+    in_blocks,
+    is_transposed,
+    joined,
+    pieces,
+    scaled,
+    stacked,
+)
 from trainwright.train.precision.formats import E2M1, NumberFormat, cast, decoded, packed, unpacked
 from trainwright.train.precision.noise import Noise
 from trainwright.train.precision.scales import RULES, Rule, Scales
@@ -36,8 +45,8 @@ class Scaling:
             raise ValueError("fp32 scales are of whole rows: a sum over columns can't have them taken out of it")
 
     @property
-    def transposed(self) -> "Scaling":
-        return Scaling(self.columns, self.rows, self.rule)
+    def size(self) -> Size:
+        return self.rows, self.columns
 
     @property
     def is_square(self) -> bool:
@@ -79,13 +88,20 @@ class Quantized:
 
     def operand(self) -> torch.Tensor:
         """Codes times what isn't in `factor`, exact in bf16: (..., rows, columns)."""
-        codes = decoded(self.values, self.format)[..., : self.columns]
         if self.scaling.rule == "fp32":
-            return codes
-        # In fp32 and back: products of bf16 with scales of few columns are slow on a CPU.
-        blocks, order = _blocks(codes, self.scaling)
-        scale = self.scale.mT if order else self.scale
-        return _matrix((blocks * scale.float()[..., :, None, :, None]).bfloat16(), self.shape, order)
+            return decoded(self.values, self.format)[..., : self.columns]
+        if self.values.ndim > 2 and self.values.numel() > PIECE_VALUES:
+            return stacked([self[number].operand() for number in range(len(self.values))])
+        # A byte of E2M1 is of two columns, so its pieces are of rows.
+        values = self.values.contiguous() if self.format is E2M1 else self.values
+        size, scale = self.scaling.size, self.scale.float()
+        operands = []
+        for piece in pieces(values, size):
+            codes = decoded(piece.values, self.format)
+            if self.format is E2M1:
+                codes = codes[..., : self.columns]
+            operands.append(scaled(codes, piece.cut(scale), size).bfloat16())
+        return joined(operands, values)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(..., rows, columns)."""
@@ -133,28 +149,41 @@ def quantize(
 ) -> Quantized:
     """x, (..., rows, columns), bf16 or fp32, in a format and with scales of its blocks.
 
-    amax: to take scales from instead of x's own (of past steps, or over ranks), fp32, in the shape of the
-    scales; for E4M3 scales (..., 1, 1), the tensor's. scale: the scales themselves, fp32. What is beyond the
-    format's largest value then saturates. noise: rounds E2M1 stochastically.
+    amax: to take scales from instead of x's own (of past steps, or over ranks), fp32, in the shape of the scales;
+    for E4M3 scales (..., 1, 1), the tensor's. scale: the scales themselves, fp32. What is beyond the format's
+    largest value then saturates. noise: rounds E2M1 stochastically.
     """
     x = x.detach()
-    blocks, order = _blocks(x, scaling)
-    scales = _scales(blocks, order, to, scaling, amax, scale)
-    encoding = scales.encoding.mT if order else scales.encoding
-    scaled = _matrix(blocks * encoding[..., :, None, :, None], x.shape, order)
-    values = cast(scaled, to, noise)
-    return Quantized(values, scales.kept, to, scaling, x.shape[-1], scales.of_tensor)
+    if x.ndim > 2 and x.numel() > PIECE_VALUES:
+        return _one_by_one(x, to, scaling, amax, scale, noise)
+    x = x if is_transposed(x) else x.contiguous()
+    scales = _scales(x, to, scaling, amax, scale)
+    codes = []
+    for piece in pieces(x, scaling.size):
+        values = scaled(piece.values, piece.cut(scales.encoding), scaling.size)
+        codes.append(cast(values, to, noise and noise.shifted(piece.row, piece.column)))
+    return Quantized(joined(codes, x), scales.kept, to, scaling, x.shape[-1], scales.of_tensor)
 
 
 def block_amax(x: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     """Largest magnitude of each block of x, (..., row blocks, column blocks) fp32; NaN where there is one."""
-    blocks, order = _blocks(x.detach(), scaling)
-    return _amax(blocks, order)
+    largest = joined([_amax(piece.values, scaling) for piece in pieces(x.detach(), scaling.size)], x)
+    # Where a block has more than a piece, it has an amax of each.
+    for dim, size in ((-2, scaling.rows), (-1, scaling.columns)):
+        largest = largest if size else largest.amax(dim, keepdim=True)
+    return largest
+
+
+def _amax(x: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    blocks, transposed = in_blocks(x, scaling.size)
+    # Magnitudes are in the order of their bits, NaN above all; whole numbers have a faster maximum.
+    bits = blocks.view(torch.int16 if blocks.element_size() == 2 else torch.int32)
+    largest = (bits & torch.iinfo(bits.dtype).max).amax((-3, -1)).view(blocks.dtype).float()
+    return largest.mT if transposed else largest
 
 
 def _scales(
-    blocks: torch.Tensor,
-    order: bool,
+    x: torch.Tensor,
     to: NumberFormat,
     scaling: Scaling,
     amax: torch.Tensor | None,
@@ -163,36 +192,35 @@ def _scales(
     if scale is not None:
         return Scales(scale, 1 / scale)
     if scaling.rule == "e4m3":
-        return RULES[scaling.rule](_amax(blocks, order), to, amax)
-    return RULES[scaling.rule](_amax(blocks, order) if amax is None else amax, to, None)
+        return RULES[scaling.rule](block_amax(x, scaling), to, amax)
+    return RULES[scaling.rule](block_amax(x, scaling) if amax is None else amax, to, None)
 
 
-def _amax(blocks: torch.Tensor, order: bool) -> torch.Tensor:
-    # Magnitudes are in the order of their bits, NaN above all; whole numbers have a faster maximum.
-    bits = blocks.view(torch.int16 if blocks.element_size() == 2 else torch.int32)
-    largest = (bits & torch.iinfo(bits.dtype).max).amax((-3, -1)).view(blocks.dtype).float()
-    return largest.mT if order else largest
-
-
-def _is_transposed(x: torch.Tensor) -> bool:
-    return not x.is_contiguous() and x.mT.is_contiguous()
-
-
-def _blocks(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, bool]:
-    """x, or x transposed if it lies so in memory, as (..., row blocks, rows, column blocks, columns), with zeros
-    beyond its edges; and whether it is transposed."""
-    order = _is_transposed(x)
-    x, scaling = (x.mT, scaling.transposed) if order else (x.contiguous(), scaling)
-    rows, columns = x.shape[-2:]
-    height, width = scaling.rows or max(rows, 1), scaling.columns or max(columns, 1)
-    if rows % height or columns % width:
-        x = F.pad(x, (0, -columns % width, 0, -rows % height))
-    counts = (-(-rows // height), height), (-(-columns // width), width)
-    return x.unflatten(-1, counts[1]).unflatten(-3, counts[0]), order
-
-
-def _matrix(blocks: torch.Tensor, shape: torch.Size, order: bool) -> torch.Tensor:
-    """The matrix of `_blocks`, (..., rows, columns) of a shape."""
-    x = blocks.flatten(-2).flatten(-3, -2)
-    x = x.mT if order else x
-    return x[..., : shape[-2], : shape[-1]]
+def _one_by_one(
+    stack: torch.Tensor,
+    to: NumberFormat,
+    scaling: Scaling,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    noise: Noise | None,
+) -> Quantized:
+    """`quantize` of the matrices of a large stack."""
+    found = [
+        quantize(
+            x,
+            to,
+            scaling,
+            amax=None if amax is None else amax[number],
+            scale=None if scale is None else scale[number],
+            noise=noise and noise.shifted(matrix=number * stack.shape[1:-2].numel()),
+        )
+        for number, x in enumerate(stack)
+    ]
+    first = found[0]
+    tensor_scales = [x.tensor_scale for x in found if x.tensor_scale is not None]
+    return replace(
+        first,
+        values=stacked([x.values for x in found]),
+        scale=torch.stack([x.scale for x in found]),
+        tensor_scale=torch.stack(tensor_scales) if tensor_scales else None,
+    )
