@@ -297,6 +297,11 @@ def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, s
         said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
         typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
     windows = windows_of(recorded, run, steps)
+    if first and run.recipe.is_low_precision:
+        from trainwright.spec.modules import precision_text
+
+        for line in precision_text(run.model, run.recipe):
+            on_note(line)
     try:
         carry_out(
             run,

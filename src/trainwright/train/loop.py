@@ -27,6 +27,7 @@ from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
 from trainwright.train.parallelize import StepResult, Trainer, parallelize
+from trainwright.train.precision.recipes import engine_of
 from trainwright.train.profiling import Recorders
 from trainwright.train.shards import INDEX, open_shards
 from trainwright.train.telemetry import Telemetry
@@ -79,6 +80,7 @@ def train(
         reject("steps", wanted, "must be at least 1")
     dataset = _dataset(run, shards)
     with joined(run.layout, run.recipe.dp_replicate) as mesh:
+        _require_device(run, mesh.device)
         # On a GPU the program runs ahead of the device, which therefore has a clock of its own.
         device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if mesh.device.type == "cuda" else None
         clock = Clock(torch.cuda.synchronize if device else None, device)
@@ -107,6 +109,17 @@ def train(
                 recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
                 writers = _Writers(journal, telemetry, recorders, on_step, on_note, recomputed_flops_per_token)
                 _train_on(keeper, dataset, start, wanted, writers)
+
+
+def _require_device(run: Run, device: torch.device) -> None:
+    """A run file may have been planned for other devices than those it is carried out on."""
+    recipe = run.recipe
+    if recipe.low_precision is None or recipe.emulate_precision:
+        return
+    found = engine_of(recipe.precision, device)
+    if not found.is_hardware:
+        why = f"has no hardware here ({found.why}); it runs by casts with recipe.emulate_precision=true"
+        reject("recipe.precision", recipe.precision, why)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class UnderWay:
 
 @dataclass
 class Kernels:
-    """What transforms and rounds a matrix and what multiplies two of them: of all layers, so that a run without numbers can have
-    others."""
+    """What transforms and rounds a matrix and what multiplies two of them: of all layers, so that a run without
+    numbers can have others."""
 
     transform: Callable[[torch.Tensor, int], torch.Tensor] = transformed
     quantize: Callable[..., Quantized] = quantize

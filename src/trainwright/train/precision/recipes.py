@@ -28,6 +28,7 @@ from trainwright.spec.recipe import Precision
 from trainwright.train.precision.formats import E2M1, E4M3, E5M2, NumberFormat
 from trainwright.train.precision.hadamard import transformed
 from trainwright.train.precision.noise import Noise
+from trainwright.train.precision.product import Engine, engine
 from trainwright.train.precision.quantized import (
     BLOCK,
     MX,
@@ -108,3 +109,15 @@ RECIPES: dict[Precision, Operands] = {
     ),
 }
 """fp8-delayed differs from fp8-current in where amax comes from: `Operand.quantized(amax=...)`."""
+
+
+def engine_of(precision: Precision, device: torch.device) -> Engine:
+    """What multiplies in all three products of a precision; where one of them is emulated, that."""
+    of = RECIPES[precision]
+    pairs = (
+        (of.fprop_input, of.fprop_weight),
+        (of.dgrad_gradient, of.dgrad_weight),
+        (of.wgrad_gradient, of.wgrad_input),
+    )
+    engines = [engine(a.scaling, b.scaling, device) for a, b in pairs]
+    return next((each for each in engines if not each.is_hardware), engines[0])
