@@ -15,9 +15,10 @@ from parity_precision import case
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.recipe import PRECISIONS
+from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
 from trainwright.train.clock import Clock
-from trainwright.train.loop import train
+from trainwright.train.loop import require_device
 from trainwright.train.mesh import build_mesh
 from trainwright.train.model.linear import Linear
 from trainwright.train.parallelize import Trainer, parallelize
@@ -26,6 +27,7 @@ from trainwright.train.precision.largest import Current, Delayed
 from trainwright.train.precision.linear import LowPrecision
 from trainwright.train.precision.recipes import RECIPES
 from trainwright.train.precision.shared import HeldWeight, SharedInput
+from trainwright.train.verify.subject import random_tokens
 
 LOW = tuple(each for each in PRECISIONS if each in RECIPES)
 
@@ -39,6 +41,12 @@ def trainer_of(fields: dict[str, Any]) -> Trainer:
     run = example_run(**fields).check()
     mesh = build_mesh(run.layout, 0, torch.device("cpu"), 1, timedelta(seconds=10))
     return parallelize(run, mesh, Clock())
+
+
+def keeper_of(trainer: Trainer, root: Path) -> Keeper:
+    policy = Checkpointing(every_steps=1, asynchronous=False)
+    mark = mark_of(random_tokens(trainer.run, 4).shards)
+    return Keeper(trainer, root / "commits", policy, mark, 4, lambda text: None)
 
 
 def step(trainer: Trainer) -> float:
@@ -150,15 +158,10 @@ def test_what_has_fallen_and_past_steps_go_through_a_commit(tmp_path: Path) -> N
     name = "layers.2.mlp.down"
     trainer.low_precision.fallen[name].fill_(1)
     trainer.low_precision.restored()
-    policy = Checkpointing(every_steps=1, asynchronous=False)
-
-    def keeper_of(trainer: Trainer) -> Keeper:
-        return Keeper(trainer, tmp_path, policy, "data", 4, lambda text: None)
-
-    keeper_of(trainer).after_step(Position(1, trainer.run.recipe.global_batch), 0.1, is_last=True)
+    keeper_of(trainer, tmp_path).after_step(Position(1, trainer.run.recipe.global_batch), 0.1, is_last=True)
     expected = step(trainer)
     other = trainer_of(fields)
-    assert keeper_of(other).resume().step == 1
+    assert keeper_of(other, tmp_path).resume().step == 1
     assert other.low_precision is not None
     assert float(other.low_precision.fallen[name]) == 1
     down = other.pieces[0].get_submodule(name)
@@ -168,31 +171,22 @@ def test_what_has_fallen_and_past_steps_go_through_a_commit(tmp_path: Path) -> N
 
 
 def test_a_commit_without_histories_is_one_without_past(tmp_path: Path) -> None:
-    policy = Checkpointing(every_steps=1, asynchronous=False)
     fields = case("fp8-delayed")
     recipe = {**fields["recipe"], "precision": "bf16", "emulate_precision": False}
     plain = trainer_of({**fields, "recipe": recipe})
     step(plain)
-    saving = Keeper(plain, tmp_path, policy, "data", 4, lambda text: None)
-    saving.after_step(Position(1, plain.run.recipe.global_batch), 0.1, is_last=True)
+    keeper_of(plain, tmp_path).after_step(Position(1, plain.run.recipe.global_batch), 0.1, is_last=True)
     other = trainer_of(fields)
-    assert Keeper(other, tmp_path, policy, "data", 4, lambda text: None).resume().step == 1
+    assert keeper_of(other, tmp_path).resume().step == 1
     assert other.low_precision is not None
     assert all(layer.is_new for layer in other.low_precision.delayed.values())
     assert step(other) == pytest.approx(step(plain), rel=1e-2)
 
 
-def test_hardware_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_hardware_that_is_not_there_is_refused() -> None:
     """The cluster of the run has fp8, and the device that it is carried out on hasn't."""
-    run = example_run(recipe={"precision": "fp8-current", "seq_len": 16}).check()
-    with pytest.raises(
-        InvalidSpec, match=r"recipe\.precision='fp8-current': has no hardware here .*emulate_precision"
-    ):
-        train(
-            run,
-            shards=tmp_path,
-            out_dir=tmp_path / "out",
-            steps=1,
-            on_step=lambda *_: None,
-            on_note=lambda _: None,
-        )
+    run = example_run(recipe={"precision": "fp8-current"}).check()
+    refusal = r"recipe\.precision='fp8-current': has no hardware here .*emulate_precision=true"
+    with pytest.raises(InvalidSpec, match=refusal):
+        require_device(run, torch.device("cpu"))
+    require_device(run.changed(recipe=run.recipe.changed(emulate_precision=True)), torch.device("cpu"))

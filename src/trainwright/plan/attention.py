@@ -150,7 +150,9 @@ def _core(
     # Without flash attention all keys are computed, masked ones too.
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
-    out = Saved(out_bytes, CORE if is_cut else FULL)
+    # Where the projection keeps a copy of its own of what it reads, the core's output goes with the core.
+    has_copy = is_cut or (recipe.is_low_precision and not recipe.activations_fp8)
+    out = Saved(out_bytes, CORE if has_copy else FULL)
     if recipe.cp_method == "all_to_all" and not is_cut:
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))

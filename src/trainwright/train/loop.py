@@ -80,7 +80,7 @@ def train(
         reject("steps", wanted, "must be at least 1")
     dataset = _dataset(run, shards)
     with joined(run.layout, run.recipe.dp_replicate) as mesh:
-        _require_device(run, mesh.device)
+        require_device(run, mesh.device)
         # On a GPU the program runs ahead of the device, which therefore has a clock of its own.
         device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if mesh.device.type == "cuda" else None
         clock = Clock(torch.cuda.synchronize if device else None, device)
@@ -111,7 +111,7 @@ def train(
                 _train_on(keeper, dataset, start, wanted, writers)
 
 
-def _require_device(run: Run, device: torch.device) -> None:
+def require_device(run: Run, device: torch.device) -> None:
     """A run file may have been planned for other devices than those it is carried out on."""
     recipe = run.recipe
     if recipe.low_precision is None or recipe.emulate_precision:

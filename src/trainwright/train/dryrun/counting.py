@@ -28,6 +28,7 @@ from trainwright.train.dryrun.fabric import value_of
 from trainwright.train.instrument import LiveBytes
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.precision.arithmetic import Arithmetic
+from trainwright.train.precision.largest import Delayed
 from trainwright.train.precision.shared import HeldWeight
 from trainwright.train.trace.places import Places
 
@@ -56,14 +57,16 @@ GATHERED = "gathered"
 """In the place of an operator: what FSDP2 gathers, and keeps until it is given back."""
 
 
+SCALE_BYTES = 4
 HELD, QUANTIZED = "held", "quantized"
-"""And in that of what rounds a weight for the whole step, or an input or a gradient."""
+"""And in that of what rounds a weight for the whole step or looks at past ones, and of what rounds an input."""
 
 DOES: tuple[tuple[type, str, str], ...] = (
     (FSDPParamGroup, "lazy_init", GATHERED),
     (FSDPParamGroup, "unshard", GATHERED),
     (FSDPParamGroup, "wait_for_unshard", GATHERED),
     (HeldWeight, "of", HELD),
+    (Delayed, "of", HELD),
     (Arithmetic, "rounded", QUANTIZED),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached", "plans"),
 )
@@ -163,6 +166,8 @@ class Counting(LiveBytes):
         self._act, self._most = name, self.bytes
 
     def _save(self, maker: SavedKey, key: int) -> None:
+        if maker.operator == QUANTIZED and self._bytes_of[key] <= SCALE_BYTES:
+            return  # A scale of a whole tensor (`spec.left_out`).
         self._saved.append((maker, self._bytes_of[key], self._references[key]))
 
     def _let_go(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
