@@ -1,6 +1,7 @@
 """Layers with operands of few bits: what they compute, keep, tell, and do when a scale saturates.
 
-That layouts agree is in the parity cases (`parity_precision.py`), that counts are the planner's in `test_exact.py`.
+That layouts agree is in the parity cases (`parity_precision.py`), and that counts are the planner's in
+`test_exact.py`.
 """
 
 from datetime import timedelta

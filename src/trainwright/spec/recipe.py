@@ -191,9 +191,16 @@ class Recipe(Noun):
                 self.expert_imbalance,
                 "is for dropless routing; capacity_factor bounds the load",
             )
-        for field in ("emulate_precision", "gather_fp8", "dispatch_fp8", "activations_fp8"):
+        for field in ("emulate_precision", "precision_fallback", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        for field, is_read in (
+            ("amax_history_steps", bool(self.low_precision and self.low_precision.amax_history)),
+            ("precision_report_steps", self.is_low_precision),
+        ):
+            value = getattr(self, field)
+            if value != type(self).model_fields[field].default and not is_read:
+                reject(field, value, f"says nothing of precision={self.precision}; leave it out")
         if not self.reshard_after_forward and self.zero != 3:
             reject("reshard_after_forward", False, f"is for zero=3, which gathers parameters; zero is {self.zero}")
         if self.dp_replicate > 1 and self.zero == 0:
