@@ -293,6 +293,14 @@ def test_counts_of_overflow_and_underflow(kind: str) -> None:
         assert beyond.any()
 
 
+def test_a_block_whose_scale_is_zero_underflows() -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    x[3, 16:32] *= 1e-9
+    seen = counts(x, quantize(x, E2M1, NV))
+    assert seen.overflow == 0
+    assert seen.underflow >= 16
+
+
 def test_hadamard_spreads_and_leaves_products() -> None:
     transform = torch.from_numpy(matrix(3)).double()
     assert torch.equal(transform @ transform.mT, torch.eye(16, dtype=torch.float64))
