@@ -236,7 +236,11 @@ class Recipe(Noun):
         """In which the devices of a cluster compute the linear layers' matmuls."""
         if not self.emulate_precision:
             return self.matmul_format
-        return "fp32" if cluster.peak("bf16") is None else "bf16"
+        low = self.low_precision
+        # A CPU's bf16 matmul rounds its sums, which such scales are still to be multiplied with.
+        scales_sums = low is not None and (low.tensor_scale or not (low.powers_of_two or low.activation.along))
+        on_cpu = cluster.device.kind == "cpu"
+        return "fp32" if cluster.peak("bf16") is None or (on_cpu and scales_sums) else "bf16"
 
     @property
     def activation_format(self) -> Format:
