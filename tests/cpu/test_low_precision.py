@@ -124,6 +124,14 @@ def test_scales_of_past_steps() -> None:
     assert seen == [3.0, 3.0, 5.0, 5.0, 1.0]
 
 
+def test_no_number_is_no_past() -> None:
+    layer = Delayed(2, Current({}, Clock()), torch.device("cpu"))
+    for value in (3.0, float("inf"), float("nan")):
+        layer.of("input", torch.full((4, 4), value))
+        layer.advance()
+    assert float(layer.of("input", torch.full((4, 4), 5.0))) == 5.0
+
+
 def test_a_scale_that_saturates_is_named_and_the_layer_falls_back() -> None:
     trainer = trainer_of(case("fp8-delayed", {"precision_fallback": True, "precision_report_steps": 1}))
     layers = trainer.low_precision

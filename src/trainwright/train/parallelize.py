@@ -129,6 +129,13 @@ class Trainer:
         if self.low_precision is not None:
             self.low_precision.after_update()
 
+    def leave_out(self) -> None:
+        """Drop the gradients of a step that is to move nothing."""
+        self.data_parallel.after_update()
+        self.balance.begin_anew()
+        if self.low_precision is not None:
+            self.low_precision.begin_anew()
+
     @property
     def ranks_of_a_stage(self) -> int:
         """Ranks of a pipeline that hold the same stage: 2 where microbatches go through it both ways."""

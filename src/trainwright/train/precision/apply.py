@@ -202,6 +202,11 @@ class LowPrecisionLayers:
         for layer in self.delayed.values():
             layer.restored()
 
+    def begin_anew(self) -> None:
+        """Forget what the step has seen, which is to leave no trace."""
+        for layer in self.delayed.values():
+            layer.seen_R.zero_()
+
     def after_update(self) -> None:
         """The weights have moved, and a step's largest values are known."""
         for weight in self._weights:
