@@ -19,6 +19,7 @@ from trainwright.spec.recipe import PRECISIONS
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
 from trainwright.train.clock import Clock
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import require_device
 from trainwright.train.mesh import build_mesh
 from trainwright.train.model.linear import Linear
@@ -47,7 +48,8 @@ def trainer_of(fields: dict[str, Any]) -> Trainer:
 def keeper_of(trainer: Trainer, root: Path) -> Keeper:
     policy = Checkpointing(every_steps=1, asynchronous=False)
     mark = mark_of(random_tokens(trainer.run, 4).shards)
-    return Keeper(trainer, root / "commits", policy, mark, 4, lambda text: None)
+    attendant = Attendant(trainer, None, print)
+    return Keeper(trainer, root / "commits", policy, mark, 4, lambda text: None, attendant)
 
 
 def step(trainer: Trainer) -> float:
