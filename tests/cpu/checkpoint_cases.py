@@ -47,6 +47,7 @@ DENSE: dict[str, Any] = {"model": {**uneven(5), "tied_embeddings": True}}
 UNEVEN_EXPERTS = case({"num_experts": 6, "d_ff": 15, "bias": True})
 MUON: dict[str, Any] = {"model": uneven(3), "recipe": {"optimizer": {"name": "muon", "lr": 0.01}}}
 BF16: dict[str, Any] = {"recipe": {"precision": "bf16"}, "model": uneven(3)}
+FP8: dict[str, Any] = {"recipe": {"precision": "fp8-delayed", "emulate_precision": True}, "model": uneven(3)}
 
 
 def moments(kind: str) -> dict[str, Any]:
@@ -122,6 +123,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layouts]] = {
             1: [("one", {}, {})],
             2: [("dp zero 1", {"dp": 2}, {"zero": 1})],
             4: [("tp x pp", {"tp": 2, "pp": 2}, {})],
+        },
+    ),
+    "fp8 histories": (
+        FP8,
+        {
+            1: [("one", {}, {})],
+            2: [("dp zero 1", {"dp": 2}, {"zero": 1}), ("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {})],
         },
     ),
     "moments in bf16": (moments("bf16"), {1: [("one", {}, {})], 2: [("dp zero 1", {"dp": 2}, {"zero": 1})]}),
@@ -216,6 +224,9 @@ def _whole(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
         for name, mixture in mixtures(piece):
             if mixture.balance_bias is not None:
                 yield f"{name}.balance_bias", mixture.balance_bias
+    if trainer.low_precision is not None:
+        for name, delayed in trainer.low_precision.delayed.items():
+            yield f"{name}.amax_history", delayed.history_RH
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -151,10 +151,14 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         return _refuse(file_complaint(error))
     except ValueError as error:
-        from trainwright.spec.errors import InvalidSpec
+        from trainwright.spec.errors import InvalidSpec, LacksHardware
 
         if not isinstance(error, InvalidSpec):
             raise
+        if isinstance(error, LacksHardware):
+            from trainwright.cli.catalogue import devices_with
+
+            return _refuse(f"{error}; devices that have it: {', '.join(devices_with(error.precision))}")
         return _refuse(str(error))
 
 

@@ -341,6 +341,11 @@ def _work(
         said = "your launcher supervises these processes; of the table, digest_every_steps alone is used here"
         typer.echo(f"{NOTE}supervision: {said}", err=True)
     windows = windows_of(recorded, run, steps)
+    if first and run.recipe.is_low_precision:
+        from trainwright.spec.modules import precision_text
+
+        for line in precision_text(run.model, run.recipe):
+            on_note(line)
     try:
         carry_out(
             run,
@@ -372,7 +377,7 @@ def _work(
 
 def _recomputed_flops_per_token(run: "Run") -> float:
     """What HFU counts beside MFU, as the planner counts it; 0 where there is no peak that either is a part of."""
-    if run.recipe.recompute == "none" or run.cluster.peak(run.recipe.matmul_format) is None:
+    if run.recipe.recompute == "none" or run.cluster.peak(run.recipe.product_format(run.cluster)) is None:
         return 0.0
     from trainwright.cli.planner import predicted
 

@@ -11,10 +11,11 @@ gradients kept in fp32):
     3      gathered       4P/s      gP/s        uP/s
 
 Experts have their own s: the ranks that hold the same ones. fp32 has no separate compute copy unless the masters
-are sharded. Recipes with fewer bits keep cast copies beside the compute copy, in both orientations, or instead of
-it where `gather_fp8`. Gradients are there from a chunk's first backward on, or, where accumulation is fused, all
-the time. Offloaded states lie in host memory and count nothing. Activations are what every layer keeps for every
-microbatch that the schedule holds.
+are sharded. Recipes with fewer bits keep cast copies of the weights of their matmuls, in both orientations, beside
+the compute copy, or instead of it where `gather_fp8`; of weights that zero 3 gathers they are made at each use.
+Gradients are there from a chunk's first backward on, or, where accumulation is fused, all the time. Offloaded
+states lie in host memory and count nothing. Activations are what every layer keeps for every microbatch that the
+schedule holds.
 
 A backward has four times at which most may be held, and the largest counts:
 
@@ -41,10 +42,12 @@ def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[By
     params = held.of_rows(at.params @ held.params)
     layers = 2 * shape.num_kinds
     around = held.of_rows(at.params[:, layers:] @ held.params[layers:])
-    tensors = _states(table, params, table.shards, around)
+    low = held.of_rows(at.params @ held.low_params)
+    tensors = _states(table, params, low, table.shards, around)
     if table.model.is_moe:
         experts = held.of_rows(at.params @ held.expert_params)
-        for cause, value in _states(table, experts, table.expert_shards, np.zeros(1)).items():
+        low = held.of_rows(at.params @ held.low_expert_params)
+        for cause, value in _states(table, experts, low, table.expert_shards, np.zeros(1)).items():
             tensors[cause] = tensors[cause] + value
     grown, grown_at_end = _gradients(table, held, at, layers)
     times = times_of(table, shape, at, held)
@@ -83,18 +86,20 @@ def _gradients(table: Table, held: Held, at: Moments, layers: int) -> tuple[Floa
     return grown, end
 
 
-def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
+def _states(table: Table, params: Floats, low: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
     """Bytes of weights and moments of `params` parameters, (moments, rows), that are cut over `shards` ranks;
-    `around` of them stand around the layers."""
+    `low` of them are those of low-precision matmuls, `around` stand around the layers."""
     recipe, zero = table.recipe, table.columns.zero
     master, size = recipe.master_bytes, recipe.compute_bytes
-    cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
-    held = cast if recipe.gather_fp8 else size + cast
+    casts = 2 * low * recipe.weight_bytes
+    plain = (params - low if recipe.gather_fp8 else params) * size
+    held = plain + casts
     away = recipe.optimizer.offload
     needs_copy = ((zero >= 1) & (shards > 1)) | (size < master) | away
     # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
     # masters are away, it keeps its shard of the copy.
-    kept = np.where(shards == 1, held * ((size < master) | away), held / shards if away else 0.0)
+    shard = (held if recipe.gather_fp8 else plain) / shards if away else 0.0
+    kept = np.where(shards == 1, held * ((size < master) | away), shard)
     copy = np.where(zero == 3, kept, held * needs_copy)
     cut = np.where(zero >= 1, shards, 1)
     moments: Floats | float = 2 * recipe.moment_bytes
@@ -104,6 +109,6 @@ def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[
         moments = recipe.moment_bytes * (1 + np.clip(share, 0, 1))
     on_device = 0 if away else 1
     return {
-        "parameters": params * (copy + on_device * master / cut),
+        "parameters": copy + params * (on_device * master / cut),
         "optimizer": params * (on_device / cut) * moments,
     }

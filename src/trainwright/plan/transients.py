@@ -40,6 +40,8 @@ class Held:
     working_bytes: Floats
     params: Floats
     expert_params: Floats
+    low_params: Floats
+    low_expert_params: Floats
     inside: Ints
     """Of each row the place of its inside, (rows,)."""
 
@@ -126,16 +128,18 @@ class Passing:
         gathers = (self.table.columns.zero == 3) & (self.table.shards > 1)
         if not gathers.any():
             return np.zeros(1)
-        around = self.held.of_rows(self.at.params[:, self._layers :] @ self.held.params[self._layers :])
-        return around * np.where(gathers, _weight_bytes(self.table), 0.0)
+        held, layers = self.held, self._layers
+        each = weight_bytes(self.table, held.params[layers:], held.low_params[layers:])
+        return held.of_rows(self.at.params[:, layers:] @ each) * np.where(gathers, 1.0, 0.0)
 
     def _gathered(self, rows: NDArray[np.bool_]) -> Floats:
         """The layers where some rows gather them, (pieces, rows)."""
-        size, of, layers = _weight_bytes(self.table), self.held.of_rows, self._layers
-        each = of(self.held.params[:layers]) * np.where(rows & (self.table.shards > 1), size, 0.0)
-        if self.table.model.is_moe:
-            cut = rows & (self.table.expert_shards > 1)
-            each = each + of(self.held.expert_params[:layers]) * np.where(cut, size, 0.0)
+        held, layers, table = self.held, self._layers, self.table
+        dense = weight_bytes(table, held.params[:layers], held.low_params[:layers])
+        each = held.of_rows(dense) * (rows & (table.shards > 1))
+        if table.model.is_moe:
+            experts = weight_bytes(table, held.expert_params[:layers], held.low_expert_params[:layers])
+            each = each + held.of_rows(experts) * (rows & (table.expert_shards > 1))
         return each
 
     def gathered_layers(self) -> Floats:
@@ -241,10 +245,13 @@ class Passing:
         return found
 
 
-def _weight_bytes(table: Table) -> float:
-    """Bytes of a weight as it is gathered."""
+def weight_bytes(table: Table, params: Floats, low: Floats) -> Floats:
+    """Bytes of gathered weights, `low` of which low-precision matmuls read: those in both orientations where they
+    are gathered cast."""
     recipe = table.recipe
-    return 2 * recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
+    if not recipe.gather_fp8:
+        return params * recipe.compute_bytes
+    return (params - low) * recipe.compute_bytes + 2 * low * recipe.weight_bytes
 
 
 def _largest(values: Floats, counts: Floats) -> Floats:

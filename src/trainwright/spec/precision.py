@@ -6,24 +6,26 @@ A linear layer has three products, and each reads two operands, with its sum ove
     Dgrad   gradient (tokens, out)  x  weight (in, out)    sums over out
     Wgrad   gradient (out, tokens)  x  input (in, tokens)  sums over tokens
 
-So each tensor is quantized twice, along either of its dims: a scale can leave the sum only if the values that share
-it lie along what is summed. A weight whose blocks are squares has the same scales both ways. A block that doesn't
-fit any more, at the end of a dim, is a shorter one with a scale of its own.
+So each tensor is quantized twice, along either of its dims: a scale can leave the sum only if the values that
+share it lie along what is summed. A weight whose blocks are squares has the same scales both ways. A block that
+doesn't fit any more, at the end of a dim, is a shorter one with a scale of its own; kernels fill it with zeros.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from trainwright.spec.cluster import Format
+from trainwright.spec.cluster import BlockScales, Format
 
 Values = Literal["e4m3", "e5m2", "e2m1"]
 """Bits of exponent and mantissa: fp8 with range to 448 (E4M3) or 57344 (E5M2), arXiv:2209.05433 s3; fp4 with range
 to 6 (E2M1), OCP Microscaling Formats 1.0 s5.3."""
 
 Scale = Literal["fp32", "e8m0", "e4m3"]
-"""fp32; a power of two in a byte (OCP Microscaling Formats 1.0 s5.4.1); an fp8 number, over which an fp32 one of the
-whole tensor stands (NVFP4, arXiv:2509.25149 s2)."""
+"""fp32; a power of two in a byte (OCP Microscaling Formats 1.0 s5.4.1); an fp8 number, over which an fp32 one of
+the whole tensor stands (NVFP4, arXiv:2509.25149 s2)."""
 
 VALUE_BYTES: dict[Values, float] = {"e4m3": 1.0, "e5m2": 1.0, "e2m1": 0.5}
+"""Two of fp4 share a byte."""
+
 SCALE_BYTES: dict[Scale, int] = {"fp32": 4, "e8m0": 1, "e4m3": 1}
 
 
@@ -42,18 +44,19 @@ class Operand(NamedTuple):
         """Whether one scale is for everything."""
         return self.along is None and self.across is None
 
-    def scale_bytes(self, summed: float, others: float) -> float:
+    def scale_bytes(self, summed: Any, others: Any) -> Any:
         """Bytes of the scales of a matrix of (others, summed) values; the single numbers that stand for a whole
-        tensor are left out (`spec.left_out`). Takes arrays as well."""
+        tensor are left out (`spec.left_out`). Of numbers or arrays."""
         if self.is_per_tensor:
             return 0.0 * summed * others
         blocks = 1.0 if self.along is None else -(-summed // self.along)
         rows = 1.0 if self.across is None else -(-others // self.across)
         return SCALE_BYTES[self.scale] * blocks * rows
 
-    def num_bytes(self, summed: float, others: float) -> float:
-        """Bytes of values and scales of a matrix of (others, summed) values. Takes arrays as well."""
-        return VALUE_BYTES[self.values] * summed * others + self.scale_bytes(summed, others)
+    def num_bytes(self, summed: Any, others: Any) -> Any:
+        """Bytes of values and scales of a matrix of (others, summed) values. Of numbers or arrays."""
+        packed = -(-summed // 2) if self.values == "e2m1" else summed
+        return packed * others + self.scale_bytes(summed, others)
 
     @property
     def value_bytes(self) -> float:
@@ -63,9 +66,9 @@ class Operand(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Such as `e4m3, fp32 scale per 1x128`."""
+        """Values, and what shares a scale: `e4m3/1x128`."""
         shared = "tensor" if self.is_per_tensor else "row" if self.along is None else f"{self.across}x{self.along}"
-        return f"{self.values}, {self.scale} scale per {shared}"
+        return f"{self.values}/{shared}"
 
 
 class LowPrecision(NamedTuple):
@@ -76,21 +79,35 @@ class LowPrecision(NamedTuple):
     activation: Operand
     weight: Operand
     gradient: Operand
-    aligned: int
-    """What every dim of a product must be a multiple of where the device's matmuls run it."""
-    in_hardware: Literal["none", "mx", "nvfp4"]
-    """Block scales that the device's matmuls must apply themselves; none: a kernel multiplies sums by scales."""
     source: str
+    block_scales: BlockScales | None = None
+    """That the device's matmuls must apply themselves; None: kernels multiply sums by the scales."""
     amax_history: int = 0
     """Past steps whose largest value makes the scale; 0: the present values'."""
     powers_of_two: bool = False
-    """Scales are rounded to powers of two, as E8M0 ones are anyway."""
+    """fp32 scales are rounded to powers of two."""
     tensor_scale: bool = False
     """An fp32 scale of the whole tensor stands over the blocks'."""
     hadamard: int = 0
     """Width of the random Hadamard transform of both operands of Wgrad; 0: none."""
     stochastic_gradients: bool = False
     """Gradients are rounded up or down by chance, so that the mean is right."""
+
+    @property
+    def text(self) -> str:
+        """How its numbers are made, in words."""
+        parts = [f"{self.activation.scale} scales"]
+        if self.tensor_scale:
+            parts.append("an fp32 scale per tensor over them")
+        if self.powers_of_two:
+            parts.append("powers of two")
+        if self.amax_history:
+            parts.append(f"of the largest value in {self.amax_history:,} steps before")
+        if self.hadamard:
+            parts.append(f"a random Hadamard transform of {self.hadamard} on both operands of Wgrad")
+        if self.stochastic_gradients:
+            parts.append("gradients rounded by chance")
+        return f"{', '.join(parts)} ({self.source})"
 
 
 _TENSOR = Operand("e4m3", None, None)
@@ -106,8 +123,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _TENSOR,
         _TENSOR,
         _TENSOR_WIDE,
-        aligned=16,
-        in_hardware="none",
         amax_history=1024,
         source="Transformer Engine DelayedScaling: HYBRID, amax_history_len=1024, the largest of it",
     ),
@@ -116,8 +131,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _TENSOR,
         _TENSOR,
         _TENSOR_WIDE,
-        aligned=16,
-        in_hardware="none",
         source="Transformer Engine Float8CurrentScaling: HYBRID",
     ),
     "fp8-rowwise": LowPrecision(
@@ -125,8 +138,6 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _ROW,
         _ROW,
         _ROW,
-        aligned=16,
-        in_hardware="none",
         powers_of_two=True,
         source="torchao Float8LinearRecipeName.ROWWISE: axiswise scales, E4M3 for gradients too",
     ),
@@ -135,18 +146,15 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _LINE,
         Operand("e4m3", 128, 128),
         _LINE,
-        aligned=16,
-        in_hardware="none",
-        source="DeepSeek-V3, arXiv:2412.19437 s3.3.2: 1x128 of activations and gradients, 128x128 of weights, E4M3",
+        powers_of_two=True,
+        source="DeepSeek-V3, arXiv:2412.19437 s3.3.2; powers of two as Transformer Engine's Float8BlockScaling",
     ),
     "mxfp8": LowPrecision(
         "fp8",
         _MX,
         _MX,
         _MX,
-        aligned=32,
-        in_hardware="mx",
-        powers_of_two=True,
+        block_scales="mx",
         source="OCP Microscaling Formats 1.0 s5.2; E4M3 for gradients too, arXiv:2506.08027 s3",
     ),
     "nvfp4": LowPrecision(
@@ -154,8 +162,7 @@ LOW_PRECISION: dict[str, LowPrecision] = {
         _NV,
         Operand("e2m1", 16, 16, scale="e4m3"),
         _NV,
-        aligned=32,
-        in_hardware="nvfp4",
+        block_scales="nvfp4",
         tensor_scale=True,
         hadamard=16,
         stochastic_gradients=True,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainwright.spec.errors import reject
 from trainwright.spec.model import FlopConvention
-from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
+from trainwright.spec.record import PrecisionRecord, RankRecord, StepRecord, StepSeconds
 from trainwright.spec.run import Run
 from trainwright.spec.window import StepWindow
 from trainwright.train.checkpoint.identity import mark_of
@@ -29,6 +29,7 @@ from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
 from trainwright.train.parallelize import StepResult, parallelize
+from trainwright.train.precision.recipes import engine_of
 from trainwright.train.profiling import Recorders
 from trainwright.train.shards import INDEX, open_shards
 from trainwright.train.telemetry import Telemetry
@@ -82,6 +83,7 @@ def train(
         reject("steps", wanted, "must be at least 1")
     dataset = _dataset(run, shards)
     with joined(run.layout, run.recipe.dp_replicate) as mesh:
+        require_device(run, mesh.device)
         # On a GPU the program runs ahead of the device, which therefore has a clock of its own.
         device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if mesh.device.type == "cuda" else None
         clock = Clock(torch.cuda.synchronize if device else None, device)
@@ -115,8 +117,19 @@ def train(
                     waits_charged(clock, mesh.device),
                 ):
                     recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
-                    writers = _Writers(journal, telemetry, recorders, on_step, recomputed_flops_per_token)
+                    writers = _Writers(journal, telemetry, recorders, on_step, on_note, recomputed_flops_per_token)
                     again = _train_on(keeper, dataset, start, wanted, writers)
+
+
+def require_device(run: Run, device: torch.device) -> None:
+    """A run file may have been planned for other devices than those it is carried out on."""
+    recipe = run.recipe
+    if recipe.low_precision is None or recipe.emulate_precision:
+        return
+    found = engine_of(recipe.precision, device)
+    if not found.is_hardware:
+        why = f"has no hardware here ({found.why}); it runs by casts with recipe.emulate_precision=true"
+        reject("recipe.precision", recipe.precision, why)
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,7 @@ class _Writers:
     telemetry: Telemetry
     recorders: Recorders
     on_step: OnStep
+    on_note: Callable[[str], None]
     recomputed_flops_per_token: float
 
 
@@ -141,6 +155,8 @@ def _train_on(
     for step in range(start.step, wanted):
         lr = learning_rate(run.recipe.optimizer, step, keeper.schedule_steps)
         batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
+        low_precision = trainer.low_precision
+        is_watched = low_precision is not None and low_precision.watch(step + 1)
         after = origin + (step + 1) * run.recipe.global_batch
         attendant.begin(step + 1)
         try:
@@ -151,6 +167,8 @@ def _train_on(
             return keeper.rolled_back(str(bad), after)
         attendant.end(step + 1, watch.last_seconds)
         writers.recorders.after(step + 1)
+        if low_precision is not None and is_watched:
+            _tell_precision(low_precision.report(step + 1), trainer.mesh, writers)
         writers.telemetry.ended(step + 1, watch.last_seconds)
         if writers.journal is not None:
             record = _step_record(run, watch, step, lr, result, writers.recomputed_flops_per_token)
@@ -167,6 +185,26 @@ def _train_on(
     if writers.journal is not None:
         writers.journal.ledger(records)
     return None
+
+
+def _tell_precision(own: PrecisionRecord, mesh: Mesh, writers: _Writers) -> None:
+    """Put the records of all stages together on the first rank, which tells what is wrong."""
+    records = [own]
+    if mesh.layout.world > 1:
+        everyone: list[Any] = [None] * mesh.layout.world if mesh.rank == 0 else []
+        dist.gather_object(own, everyone or None)
+        records = everyone
+    if writers.journal is None:
+        return
+    merged = PrecisionRecord(
+        step=own.step,
+        layers={name: roles for each in records for name, roles in each.layers.items()},
+        alarms=tuple(dict.fromkeys(alarm for each in records for alarm in each.alarms)),
+        fallen=tuple(dict.fromkeys(name for each in records for name in each.fallen)),
+    )
+    writers.journal.precision(merged)
+    for alarm in merged.alarms:
+        writers.on_note(f"step {own.step}: {alarm}")
 
 
 def _step(attendant: Attendant, step: int, batch: Callable[[], Batch], lr: float) -> tuple[StepResult, float]:
@@ -211,7 +249,7 @@ def _step_record(
     recipe = run.recipe
     tokens_per_s = recipe.tokens_per_step / watch.last_step_s
     flops_per_token = run.model.flops_per_token(recipe.seq_len, MFU_CONVENTION)
-    peak_flops_per_s = run.cluster.peak(recipe.matmul_format)
+    peak_flops_per_s = run.cluster.peak(recipe.product_format(run.cluster))
     at_peak_s = flops_per_token / (peak_flops_per_s * run.layout.world) if peak_flops_per_s else 0.0
     worked = 1 + recomputed_flops_per_token / flops_per_token
     return StepRecord(

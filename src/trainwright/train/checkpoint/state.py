@@ -1,5 +1,5 @@
-"""This rank's blocks of the whole state: weights, moments and balance biases, by their names in the whole model
-and their places in whole tensors.
+"""This rank's blocks of the whole state: weights, moments, balance biases and histories of largest values, by
+their names in the whole model and their places in whole tensors.
 
 Weights are what the optimizer moves: fp32 masters where the run computes in bf16. Moments of a weight are
 `NAME:first` and `NAME:second`. Moments in int8 have a scale for every 256 values of a rank's block, and so are
@@ -23,6 +23,12 @@ from trainwright.train.updates import Updates
 
 OF_ADAMW = {"first": "exp_avg", "second": "exp_avg_sq"}
 """PyTorch's names of AdamW's moments."""
+
+HISTORY = "amax_history"
+"""Of a layer whose scales come from past steps: input, weight and gradient, the newest step first. A commit of a
+run without such scales has none, and a run that begins with it has no past."""
+FALLEN = "in_activation_format"
+"""1 of a layer that has fallen back to it, where a recipe lets layers do so."""
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a block in a whole tensor."""
@@ -56,7 +62,8 @@ def held_blocks(trainer: Trainer) -> Iterator[Held]:
 
 
 def held_weights(trainer: Trainer) -> Iterator[Held]:
-    """Weights, and the biases that steer the choice of experts."""
+    """Weights, and what else decides a step: the biases that steer the choice of experts, and the largest values
+    of past steps that scales are made from."""
     for name, parameter in trainer.data_parallel.parameters():
         start, _ = place_of(parameter)
         local = local_of(parameter)
@@ -66,6 +73,12 @@ def held_weights(trainer: Trainer) -> Iterator[Held]:
             bias = mixture.balance_bias
             if bias is not None:
                 yield Held(f"{name}.balance_bias", tuple(bias.shape), (0,) * bias.ndim, bias)
+    if trainer.low_precision is not None:
+        for name, delayed in trainer.low_precision.delayed.items():
+            history_RH = delayed.history_RH
+            yield Held(f"{name}.{HISTORY}", tuple(history_RH.shape), (0, 0), history_RH)
+        for name, has in trainer.low_precision.fallen.items():
+            yield Held(f"{name}.{FALLEN}", (1,), (0,), has)
 
 
 def kept_moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
