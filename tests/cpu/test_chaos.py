@@ -81,6 +81,9 @@ def test_a_plan_follows_from_its_seed_and_keeps_faults_apart(hurt: tuple[Path, d
         assert steps[-1] <= 100
     without = run.changed(checkpoint=Checkpointing(every_steps=5), supervision=Supervision())
     assert {"flip", "lose"}.isdisjoint(kinds_of(without, []))
+    # A bit that flips in a shard is nobody else's to compare.
+    assert "flip" not in kinds_of(run.with_value("recipe.zero", 1), [])
+    assert "flip" not in kinds_of(run.with_values([("layout.dp", 1), ("layout.tp", 2)]), [])
     with pytest.raises(InvalidSpec, match=r"--kinds='lose': needs checkpoint\.memory_every_steps above 0"):
         kinds_of(without, ["lose"])
 

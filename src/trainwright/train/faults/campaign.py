@@ -28,8 +28,8 @@ SEEN_AS: dict[str, tuple[str, ...]] = {
     "lose": ("died",),
 }
 """Kinds that are drawn, and what each is told as; a full disk is a note of the save, and no fault of a process."""
-LATER_MS = 300
-"""The most after the beginning of a step: through steps, saves and what is between."""
+PLACES = 1000
+"""Of what is drawn beside rank and step: which bit, or which thousandth of two steps, saves and what is between."""
 LEAST_APART = 3
 """Steps: a fault, the rest of its step, and one that is well."""
 
@@ -38,8 +38,12 @@ def kinds_of(run: Run, chosen: Sequence[str]) -> list[str]:
     """Those of `chosen`, or all, that the run can have; refuses what it can't, where it was asked for."""
     assert run.supervision is not None
     assert run.checkpoint is not None
+    compares = bool(run.supervision.digest_every_steps)
     needs = {
-        "flip": (bool(run.supervision.digest_every_steps), "supervision.digest_every_steps above 0"),
+        "flip": (
+            compares and has_replicas(run),
+            "supervision.digest_every_steps above 0, and state that each has a replica, as recipe.zero=0 with dp",
+        ),
         "lose": (bool(run.checkpoint.memory_every_steps), "checkpoint.memory_every_steps above 0"),
     }
     for kind in chosen:
@@ -48,6 +52,15 @@ def kinds_of(run: Run, chosen: Sequence[str]) -> list[str]:
         if kind in needs and not needs[kind][0]:
             reject("--kinds", kind, f"needs {needs[kind][1]}; add it with --set, or leave the kind out")
     return [kind for kind in chosen or SEEN_AS if kind not in needs or needs[kind][0]]
+
+
+def has_replicas(run: Run) -> bool:
+    """Whether every tensor of the state is held by two ranks or more, so that a flipped bit can be found."""
+    layout, recipe = run.layout, run.recipe
+    if recipe.dp_replicate > 1:
+        return True
+    unsharded = not recipe.zero or layout.dp * layout.cp == 1
+    return unsharded and layout.dp * layout.cp > 1 and (not run.model.is_moe or layout.expert_dp > 1)
 
 
 def drawn(run: Run, steps: int, faults: int, kinds: Sequence[str], seed: int) -> list[Planted]:
@@ -65,7 +78,7 @@ def drawn(run: Run, steps: int, faults: int, kinds: Sequence[str], seed: int) ->
             order = generator.sample(list(kinds), len(kinds))
         kind, room = order.pop(), (steps - first) // faults
         step = first + number * room + generator.randrange(max(1, room - apart + 1))
-        place = generator.randrange(1 if kind == "full" else LATER_MS)
+        place = generator.randrange(1 if kind == "full" else PLACES)
         rank = generator.randrange(run.layout.world)
         plan.append(Planted.parse({"kind": kind, "rank": rank, "step": step, "place": place}))
     return plan

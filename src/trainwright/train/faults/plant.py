@@ -50,7 +50,7 @@ SPIKE = 30.0
 
 class Planted(Noun):
     """One fault. lose: the rank dies, and the memory of its host with it; lose_all: that of all hosts. later: it
-    dies `place` milliseconds after the step began. rot: a byte of the newest commit changes, and the rank dies.
+    dies `place` thousandths of two steps after the step began. rot: a byte of the newest commit changes, and the rank dies.
     full: the disk of commits takes nothing from this rank until the step after. flip: a bit of a tensor of the
     state changes, weights and moments counted through by `place`. spike: a rank with the head."""
 
@@ -72,11 +72,16 @@ class Plants:
         """shared: the supervisor's directory; commits: that of checkpoints."""
         self._trainer, self._shared, self._commits = trainer, shared, commits
         self._mine = [(number, each) for number, each in enumerate(planted) if each.rank == trainer.mesh.rank]
+        self._began_s = time.perf_counter()
+        self._step_s = 0.0
+        """Of the last step, with what came after it."""
         self._undo: list[Callable[[], None]] = []
         self._until: dict[int, Callable[[], None]] = {}
         """What ends with the beginning of a step."""
 
     def before(self, step: int) -> None:
+        now_s = time.perf_counter()
+        self._step_s, self._began_s = now_s - self._began_s, now_s
         self._take_back()  # of a step that was not finished
         self._until.pop(step, lambda: None)()
         for each in self._due(step, [kind for kind in get_args(PlantKind) if kind not in AFTER]):
@@ -113,7 +118,8 @@ class Plants:
         elif planted.kind == "crash":
             raise RuntimeError("planted: this rank crashes")
         elif planted.kind == "later":
-            timer = threading.Timer(planted.place / 1000, os.kill, (os.getpid(), signal.SIGKILL))
+            delay_s = 2 * self._step_s * planted.place / 1000
+            timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
         elif planted.kind == "full":
