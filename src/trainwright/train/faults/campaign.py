@@ -29,7 +29,7 @@ SEEN_AS: dict[str, tuple[str, ...]] = {
 }
 """Kinds that are drawn, and what each is told as; a full disk is a note of the save, and no fault of a process."""
 PLACES = 1000
-"""Of what is drawn beside rank and step: which bit, or which thousandth of two steps, saves and what is between."""
+"""Of what is drawn beside rank and step: which bit, or which thousandth of two steps and the save between."""
 LEAST_APART = 3
 """Steps: a fault, the rest of its step, and one that is well."""
 

@@ -50,9 +50,9 @@ SPIKE = 30.0
 
 class Planted(Noun):
     """One fault. lose: the rank dies, and the memory of its host with it; lose_all: that of all hosts. later: it
-    dies `place` thousandths of two steps after the step began. rot: a byte of the newest commit changes, and the rank dies.
-    full: the disk of commits takes nothing from this rank until the step after. flip: a bit of a tensor of the
-    state changes, weights and moments counted through by `place`. spike: a rank with the head."""
+    dies `place` thousandths of two steps after the step began. rot: a byte of the newest commit changes, and the
+    rank dies. full: the disk of commits takes nothing from this rank until the step after. flip: a bit of a tensor
+    of the state changes, weights and moments counted through by `place`. spike: a rank with the head."""
 
     kind: PlantKind
     rank: Natural
