@@ -127,7 +127,7 @@ def _model(draw: random.Random, layout: dict[str, int]) -> tuple[dict[str, Any],
     layer_count = max(4, stages)
     model = {
         "norm": draw.choice(("rmsnorm", "rmsnorm", "layernorm")),
-        "norm_placement": draw.choice(("pre", "pre", "post", "both")),
+        "norm_placement": draw.choice(("pre", "pre", "post", "sandwich")),
         "tied_embeddings": draw.random() < 0.3,
         "parallel_residual": False,
         "mtp_depth": draw.choice((0, 0, 0, 1)),
@@ -157,6 +157,7 @@ def _model(draw: random.Random, layout: dict[str, int]) -> tuple[dict[str, Any],
             "balance_bias": draw.random() < 0.5,
             "router": draw.choice(("softmax", "sigmoid")),
         }
+        mlp["shared_gate"] = mlp["d_ff_shared"] > 0 and draw.random() < 0.5
     layer = {"attention": dict(attention), "mlp": {"kind": "dense", **mlp}}
     layer["attention"].setdefault("kind", "gqa")
     model["layer_groups"] = [{"repeat": layer_count, "pattern": [layer]}]

@@ -104,10 +104,11 @@ def ending(table: Table, whole: int) -> dict[str, Any]:
     return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole | ACTIVATION}
 
 
-def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:
-    """Out of a tensor-parallel region: partial sums are added up. ends: it is the last of what is recomputed under
-    these marks."""
-    last = ending(table, ends) if ends else {}
+def leave(
+    table: Table, where: str, again: int = 0, *, ends: dict[str, Any] | None = None
+) -> tuple[Operation, ...]:
+    """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at one."""
+    last = ends or {}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)

@@ -19,8 +19,11 @@ MOE = FULL | marks("moe")
 SHARED = "shared experts"
 
 
-def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str = "mlp") -> tuple[Operation, ...]:
-    """From the normed input to the down projection, with the collectives of tp around it."""
+def dense_operations(
+    table: Table, mlp: DenseMlp, whole: int = MLP, where: str = "mlp", *, follows: bool = False
+) -> tuple[Operation, ...]:
+    """From the normed input to the down projection, with the collectives of tp around it. follows: something reads
+    its output, and keeps it, inside of what is recomputed."""
     width = mlp.d_ff / table.columns.tp
     d_model = table.model.d_model
     # Shared experts read what the router has saved.
@@ -31,8 +34,9 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     gate = (
         projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
     )
-    name, ends = f"{of_shared}down", ending(table, whole)
-    down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
+    last = whole if follows else FULL
+    ends = {"again_anew": whole | ACTIVATION} if follows else ending(table, whole)
+    down = Matmul(f"{of_shared}down", table.tokens, width, of(table, d_model), again=last, **ends)
     return (
         *entry(table, where, whole, keeps=whole if first else FULL),
         *up,
@@ -40,7 +44,7 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
         activation(table, table.tokens * width, gated=mlp.gated, whole=whole),
         *casts(table, down),
         down,
-        *leave(table, where, FULL, ends=whole),
+        *leave(table, where, last, ends=ends),
     )
 
 
@@ -154,7 +158,17 @@ def _shared(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
     if not mlp.d_ff_shared:
         return ()
     dense = DenseMlp(d_ff=mlp.d_ff_shared, gated=mlp.gated, activation=mlp.activation)
-    return dense_operations(table, dense, MOE, SHARED)
+    if not mlp.shared_gate:
+        return dense_operations(table, dense, MOE, SHARED)
+    # What the shared experts make is scaled by a number per token, made of what the router has saved.
+    tokens, d_model, size = table.residual_tokens, table.model.d_model, table.recipe.compute_bytes
+    gate = Matmul(
+        "shared experts' gate", tokens, of(table, d_model), of(table, 1), again=MOE, in_low_precision=False
+    )
+    made = tokens * d_model * size
+    saved = (Saved(made, MOE), Saved(tokens * size, MOE))
+    scaled = Elementwise("scaled shared experts", 2 * made, 3 * made, saved, MOE, kernels=2)
+    return (*dense_operations(table, dense, MOE, SHARED, follows=True), gate, scaled)
 
 
 def mlp_params(table: Table, mlp: DenseMlp | MoeMlp) -> tuple[Floats, Floats]:

@@ -67,6 +67,7 @@ Tensors = Literal[
     "up and gate",
     "product",
     "rows of experts",
+    "shared experts",
     "scores of experts",
     "logits",
     "gradients of the loss",

@@ -38,7 +38,7 @@ LEFT_OUT = (
 NOT_YET = (
     "bytes kept for backward: counted to the last one for models in flash kernels, with grouped-query or latent "
     "attention and dense MLPs or experts, without dropout, norms of queries and keys, sinks, soft caps, windows, "
-    "experts' biases, shared experts' gates and losses for balance, and with norms before the blocks; not of "
+    "experts' biases and losses for balance, and with norms before the blocks; not of "
     "latent attention whose queries have no latent, whose values are as wide as keys or of which a rank has one "
     "head, nor of LayerNorm in bf16; "
     "recorded and shown for all, compared for these",
@@ -49,7 +49,6 @@ NOT_YET = (
     "where experts' gradients are large beside what their layer keeps (below 4%)",
     "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
     "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
-    "shared experts' gates: their matmul, a column wide, isn't among the planner's counts",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
     "selective recompute of moe and activation together: the program runs a part of the experts' down projection "
     "again in both, of which the planner has one",

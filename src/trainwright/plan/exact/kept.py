@@ -14,7 +14,7 @@ def is_counted(standing: Standing) -> bool:
     recipe, model = standing.run.recipe, standing.run.model
     plain = all(
         layer.mlp.activation != "swiglu_clamped"
-        and not (isinstance(layer.mlp, MoeMlp) and (layer.mlp.bias or layer.mlp.shared_gate))
+        and not (isinstance(layer.mlp, MoeMlp) and layer.mlp.bias)
         and layer.attention.sliding_window is None
         and _is_plain(layer.attention, standing.run.layout.tp)
         for layer in model.layer_counts()
@@ -75,6 +75,8 @@ def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
             return "up and gate" if place == 0 else "product"
         if each.name == "embedding":
             return "numbers of tokens"
+        if each.name == "scaled shared experts":
+            return "shared experts" if place == 0 else "numbers of tokens"
     if each.name == "router" and place == 1:
         return "scores of experts"
     return "rows of experts" if each.name == "expert up" else "normed"
