@@ -50,8 +50,8 @@ NOT_YET = (
     "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
     "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
-    "selective recompute of moe and activation together: the program runs a part of the experts' down projection "
-    "again in both, of which the planner has one",
+    "experts that are multiplied one by one, whose activation alone is recomputed, in a schedule that splits backward: "
+    "a part of their weights' gradients is recorded as the head's",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
 )
 """What is not equal, or not compared, yet: named here and in docs/exactness.md."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainwright.plan.linear import ACTIVATION
 from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece
 from trainwright.plan.table import Table
@@ -91,13 +90,11 @@ class Standing:
         return flops * (experts - 1) // experts
 
     def times_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> int:
-        """How often the operations of `marks` being recomputed makes this one run again. Where the graph is made
-        anew, an activation that is recomputed inside of what is recomputed runs again in either."""
+        """How often the operations of `marks` being recomputed makes this one run again: once or not at all."""
         if isinstance(each, AttentionCore):
             return int(bool(each.again & marks))
         if self.makes_graph_anew:
-            again = (each.again | each.again_anew) & marks
-            return bool(again & ~ACTIVATION) + bool(again & ACTIVATION)
+            return int(bool((each.again | each.again_anew) & marks))
         return int(bool(each.again & marks & ~each.ends_under))
 
     @cached_property
