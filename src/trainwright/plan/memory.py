@@ -91,10 +91,12 @@ def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[
     cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
     held = cast if recipe.gather_fp8 else size + cast
     away = recipe.optimizer.offload
-    needs_copy = ((zero >= 1) & (shards > 1)) | (size < master) | away
+    # FSDP2 has experts that are cut over no ranks too, and copies them as it gathers others.
+    is_cut = table.shards > 1
+    needs_copy = ((zero >= 1) & is_cut) | (size < master) | away
     # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
     # masters are away, it keeps its shard of the copy.
-    kept = np.where(shards == 1, held * ((size < master) | away), held / shards if away else 0.0)
+    kept = np.where(is_cut, held / shards if away else 0.0, held * ((size < master) | away))
     copy = np.where(zero == 3, kept, held * needs_copy)
     cut = np.where(zero >= 1, shards, 1)
     moments: Floats | float = 2 * recipe.moment_bytes
