@@ -186,6 +186,7 @@ class Evaluation:
             logits_bytes=figures.logits_bytes[:, inside],
             weight_bytes=figures.weight_bytes[:, inside],
             working_bytes=figures.working_bytes[:, at],
+            experts_left_bytes=figures.experts_left_bytes[:, at],
             params=figures.params[:, inside],
             expert_params=figures.expert_params[:, inside],
             inside=of_row,

@@ -49,6 +49,8 @@ class Figures:
     weight_bytes: Floats
     """What the weight gradient alone reads: inputs of matmuls and gradients of their outputs."""
     working_bytes: Floats
+    experts_left_bytes: Floats
+    """What is left of a layer when its experts' gradients leave, over what it kept."""
     params: Floats
     expert_params: Floats
 
@@ -128,12 +130,14 @@ class Parts:
         pieces = _twice(self.pieces, split)
         # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
         again = _twice([piece.working_bytes + piece.saved_bytes for piece in self.pieces], split)
-        kept, working = [], []
+        left = _twice([piece.saved_before_dispatch for piece in self.pieces], split)
+        kept, working, experts_left = [], [], []
         for policy in self.table.policies:
             marks = [0] * split + [policy.marks] * split + [0] * (len(pieces) - 2 * split)
             own = [piece.kept_bytes(mark) + np.zeros(rows) for piece, mark in zip(pieces, marks, strict=True)]
             kept.append(np.array(own))
             working.append(np.array([each - mine for each, mine in zip(again, own, strict=True)]))
+            experts_left.append(np.array([each - mine for each, mine in zip(left, own, strict=True)]))
 
         def of_pieces(values: Iterable[Floats | float]) -> Floats:
             return np.array(_twice([value + np.zeros(rows) for value in values], split))
@@ -149,6 +153,7 @@ class Parts:
             logits_bytes=of_pieces(piece.logits_bytes for piece in self.pieces),
             weight_bytes=of_pieces(_weight_bytes(self.table, piece) for piece in self.pieces),
             working_bytes=np.concatenate(working, axis=1),
+            experts_left_bytes=np.concatenate(experts_left, axis=1),
             params=of_pieces(piece.params for piece in self.pieces),
             expert_params=of_pieces(piece.expert_params for piece in self.pieces),
         )

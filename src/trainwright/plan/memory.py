@@ -46,12 +46,15 @@ def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[By
         experts = held.of_rows(at.params @ held.expert_params)
         for cause, value in _states(table, experts, table.expert_shards, np.zeros(1)).items():
             tensors[cause] = tensors[cause] + value
-    grown, grown_at_end = _gradients(table, held, at, layers)
+    grown, grown_at_end = _gradients(table, shape, held, at)
     times = times_of(table, shape, at, held)
     gradients = [grown_at_end if time == END else grown for time in range(len(times))]
     totals = [sum(each.values(), own) for each, own in zip(times, gradients, strict=True)]
+    given_back = _given_back(table, held, at)
+    totals[END] = totals[END] - given_back
     most = np.array(totals).argmax(axis=0)
     tensors["gradients"] = np.choose(most, gradients)
+    tensors["parameters"] = tensors["parameters"] - np.where(most == END, given_back, 0.0)
     for cause in times[0]:
         tensors[cause] = np.choose(most, [each[cause] for each in times])
     cluster = table.cluster
@@ -61,11 +64,11 @@ def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[By
     return {**tensors, "framework": framework}
 
 
-def _gradients(table: Table, held: Held, at: Moments, layers: int) -> tuple[Floats, Floats]:
+def _gradients(table: Table, shape: Shape, held: Held, at: Moments) -> tuple[Floats, Floats]:
     """Bytes of gradients, each (moments, rows), while a backward runs and at its end. What is sharded of those
     that it makes leaves layer by layer if it is the only one; if not, the next one has more. What stands around
     the layers is at the end on its way yet."""
-    size, zero, shards = table.recipe.gradient_bytes, table.columns.zero, table.shards
+    size, zero, shards, layers = table.recipe.gradient_bytes, table.columns.zero, table.shards, 2 * shape.num_kinds
     has, has_after = at.grown, at.grown_after
     if table.recipe.fused_accumulation:
         # Matmuls add to buffers that are there from the beginning.
@@ -80,7 +83,27 @@ def _gradients(table: Table, held: Held, at: Moments, layers: int) -> tuple[Floa
         experts = of(has @ held.expert_params) * (size / np.where(zero >= 2, cut, 1))
         of_new = of(new @ held.expert_params) * (size / np.where(zero >= 1, cut, 1))
         grown, end = grown + experts, end + experts + of_new
+    if shape.schedule == "breadth_first":
+        # Of a chunk whose only round is under way no shard is there before its end.
+        rounds = (zero == 2) & (shards > 1)
+        under_way = np.minimum(has, at.running)
+        late = of(under_way @ held.params) / shards + of(under_way @ held.expert_params) / table.expert_shards
+        grown = grown - np.where(rounds, late * size, 0.0)
     return grown, end
+
+
+def _given_back(table: Table, held: Held, at: Moments) -> Floats:
+    """Weights that were gathered for the step, of a chunk whose last backward ends. With more than two microbatches
+    a fuller end comes before."""
+    recipe, count = table.recipe, table.num_microbatches
+    rows = (table.columns.zero >= 1) & (table.columns.zero < 3) & (table.shards > 1) & (count <= 2)
+    if not rows.any():
+        return np.zeros(1)
+    cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
+    size = cast if recipe.gather_fp8 else recipe.compute_bytes + cast
+    params, second = held.params + held.expert_params, at.running * (at.grown > 0)
+    ending = np.where(count == 1, held.of_rows(at.running @ params), held.of_rows(second @ params))
+    return ending * np.where(rows, size, 0.0)
 
 
 def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:

@@ -12,6 +12,7 @@ runs again in backward, `dropped_by` those under which a saved tensor is not kep
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -192,6 +193,12 @@ class Piece:
     def saved_bytes(self) -> Floats:
         """Kept where nothing is recomputed."""
         return sum((saved.bytes for saved in self._saved()), np.zeros(1))
+
+    @property
+    def saved_before_dispatch(self) -> Floats:
+        """What a layer saves before it dispatches to experts: what is left when their backward is over."""
+        before = takewhile(lambda each: not isinstance(each, Dispatch), self.operations)
+        return sum((saved.bytes for each in before for saved in each.saved), np.zeros(1))
 
     @property
     def tensor_bytes(self) -> Floats:
