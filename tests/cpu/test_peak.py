@@ -22,6 +22,10 @@ BOUNDS = {
     "zb_h1": 0.008,
     "zb_v": 0.008,
     "zb_v, zero 3": 0.013,
+    # What has arrived for other microbatches.
+    "pp 2, zero 3": 0.008,
+    # Temporaries of an expert's activation, beside little else.
+    "ep 4, zero 3, short": 0.008,
     # What arrives for the next act, and a forward's temporaries, are larger beside chunks of two layers.
     "interleaved, zero 3": 0.01,
     "interleaved, zero 3, gathered once": 0.01,

@@ -18,8 +18,8 @@ from trainwright.spec.schedule import SCHEDULES, Rows
 
 States = Ints
 """(states, 7 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, whether its
-backward runs, whether it has gradients, whether it has them when that backward is over, whether weights that it was
-gathered for are of use yet, and whether a weight gradient of it runs by itself."""
+backward runs, whether it has gradients, whether it has them when that backward is over, whether weights that were
+gathered for it are of use yet, and whether a weight gradient of it runs by itself."""
 
 ENOUGH_ROUNDS = 3
 """Times pp microbatches: two fill every pipe, after three all chunks that are full have gradients too."""

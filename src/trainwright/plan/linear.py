@@ -107,7 +107,8 @@ def ending(table: Table, whole: int) -> dict[str, Any]:
 def leave(
     table: Table, where: str, again: int = 0, *, ends: dict[str, Any] | None = None
 ) -> tuple[Operation, ...]:
-    """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at one."""
+    """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at
+    one."""
     last = ends or {}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:

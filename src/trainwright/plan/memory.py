@@ -32,7 +32,7 @@ import numpy as np
 
 from trainwright.plan.assembly import Moments, Shape
 from trainwright.plan.table import Floats, Ints, Table
-from trainwright.plan.transients import END, Held, times_of
+from trainwright.plan.transients import END, LAST_LAYER, Held, largest, times_of
 from trainwright.spec.ledger import BytesCause
 
 
@@ -49,6 +49,10 @@ def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[By
     grown, grown_at_end = _gradients(table, shape, held, at)
     times = times_of(table, shape, at, held)
     gradients = [grown_at_end if time == END else grown for time in range(len(times))]
+    if (table.num_microbatches == 1).any():
+        # All of the chunk's but the layer's own, and the embedding's.
+        own = np.minimum(_yet_to_come(table, held, at, shape), grown_at_end - grown)
+        gradients[LAST_LAYER] = grown_at_end - own
     totals = [sum(each.values(), own) for each, own in zip(times, gradients, strict=True)]
     given_back = _given_back(table, held, at)
     totals[END] = totals[END] - given_back
@@ -92,9 +96,20 @@ def _gradients(table: Table, shape: Shape, held: Held, at: Moments) -> tuple[Flo
     return grown, end
 
 
+def _yet_to_come(table: Table, held: Held, at: Moments, shape: Shape) -> Floats:
+    """Bytes of the gradients of a layer and of the embedding as they are kept, (moments, rows)."""
+    size, is_cut, layers = table.recipe.gradient_bytes, table.columns.zero >= 1, 2 * shape.num_kinds
+    dense, experts = (
+        held.of_rows(params[:layers]) * (size / np.where(is_cut, cut, 1))
+        for params, cut in ((held.params, table.shards), (held.expert_params, table.expert_shards))
+    )
+    embedding = held.of_rows(at.running[:, [shape.head - 1]] @ held.params[[shape.head - 1]]) * size
+    return largest(dense + experts, at.running[:, :layers]) + np.where(is_cut & (table.shards > 1), 0.0, embedding)
+
+
 def _given_back(table: Table, held: Held, at: Moments) -> Floats:
-    """Weights that were gathered for the step, of a chunk whose last backward ends. With more than two microbatches
-    a fuller end comes before."""
+    """Weights that were gathered for the step, of a chunk whose last backward ends. With more than two
+    microbatches a fuller end comes before."""
     recipe, count = table.recipe, table.num_microbatches
     rows = (table.columns.zero >= 1) & (table.columns.zero < 3) & (table.shards > 1) & (count <= 2)
     if not rows.any():

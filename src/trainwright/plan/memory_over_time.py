@@ -159,7 +159,9 @@ def _bytes(evaluation: Evaluation, held: Held, rank: int, stretches: list[_Stret
         (each.whole, each.weight_only, each.running, each.grown, each.grown_after, each.there, each.alone)
         for each in stretches
     )
-    whole, weight_only, *rest = (np.array(counts, dtype=np.float64) @ chunks for counts in zip(*columns, strict=True))
+    whole, weight_only, *rest = (
+        np.array(counts, dtype=np.float64) @ chunks for counts in zip(*columns, strict=True)
+    )
     every, pieces = np.full(len(stretches), rank), np.repeat(made.ranks[[rank]], len(stretches), axis=0)
     at = Moments(every, whole, weight_only, pieces, *rest)
     return {cause: value[:, 0] for cause, value in moment_bytes(evaluation.table, shape, at, held).items()}

@@ -17,8 +17,8 @@ from trainwright.spec.ledger import BytesCause
 ROUNDS = ("interleaved_1f1b", "breadth_first")
 """Schedules in which zero 2 holds one chunk's whole gradients for a round of microbatches."""
 
-LOSS, LAYER, LAYER_END, END = range(4)
-"""Times that every run has; more may follow."""
+LOSS, LAYER, LAYER_END, END, LAST_LAYER = range(5)
+"""Times; more may follow. The last layer's is of those that have one microbatch."""
 
 NEVER_BYTES = -1e30
 """Of a time that a moment doesn't have."""
@@ -56,8 +56,8 @@ def times_of(table: Table, shape: Shape, at: Moments, held: Held) -> list[Time]:
         kept = kept + at.weight_only @ held.weight_bytes
     kept, logits = of(kept), of(logits)
     gone, freed = of(at.running @ held.logits_bytes), of(at.running @ held.kept_bytes)
-    layer = of(_largest(held.working_bytes[:layers], at.running[:, :layers]))
-    loss = of(_largest(held.working_bytes[layers:], at.running[:, layers:]))
+    layer = of(largest(held.working_bytes[:layers], at.running[:, :layers]))
+    loss = of(largest(held.working_bytes[layers:], at.running[:, layers:]))
     loss = np.where(at.running[:, [shape.head]] > 0, loss, NEVER_BYTES)
     passing = Passing(table, shape, at, held)
     buffers, around = passing.buffers(), passing.gathered_around()
@@ -72,10 +72,11 @@ def times_of(table: Table, shape: Shape, at: Moments, held: Held) -> list[Time]:
             np.where(replicated, 0.0, left),
             stays + passing.gathered_at_end() + passing.layer_end_bytes() + head,
         ),
-        _time(
-            np.where(replicated, 0.0, rest), np.where(replicated, 0.0, left), buffers + passing.end_bytes()
-        ),
+        _time(np.where(replicated, 0.0, rest), np.where(replicated, 0.0, left), buffers + passing.end_bytes()),
     ]
+    if (table.num_microbatches == 1).any():
+        one = of(largest(held.working_bytes[:layers] + held.kept_bytes[:layers], at.running[:, :layers]))
+        times.append(_time(rest + one, left, stays + passing.gathered_layers() + head))
     if passing.gathers.any():
         way = passing.gathered_before_end() + passing.on_the_way()
         times.append(_time(kept, left, stays + way + passing.made_bytes() + head))
@@ -181,8 +182,8 @@ class Passing:
             return np.zeros(1)
         layer, of_experts = self._gathered()
         here, gone = layer * itself + of_experts * experts, layer * (not itself) + of_experts * (not experts)
-        stays = self._stays(_largest(gone, self._running))
-        found = np.where(self.table.columns.reshard == 0, stays, _largest(here, self._running))
+        stays = self._stays(largest(gone, self._running))
+        found = np.where(self.table.columns.reshard == 0, stays, largest(here, self._running))
         return np.where(self.gathers, found, 0.0)
 
     @property
@@ -193,7 +194,7 @@ class Passing:
     def _next(self) -> Floats:
         """The layer that is on its way while another computes, without its experts, (moments, rows)."""
         gathers = self.gathers & (self.table.columns.reshard != 0)
-        return np.where(gathers, _largest(self._gathered()[0], self._running), 0.0)
+        return np.where(gathers, largest(self._gathered()[0], self._running), 0.0)
 
     def on_the_way(self) -> Floats:
         """Of a chunk's first layer the next one's weights; of others also gradients of the one before, which has
@@ -202,7 +203,9 @@ class Passing:
         if not self.gathers.any():
             return leaving
         layer, experts = self._gathered()
-        given = np.where(self.gathers & (self.table.columns.reshard == 0), _largest(layer + experts, self._running), 0.0)
+        given = np.where(
+            self.gathers & (self.table.columns.reshard == 0), largest(layer + experts, self._running), 0.0
+        )
         later = leaving - given * (self._count > 1) + self._next() * (self._count > 2)
         return np.maximum(self._next() * (self._count > 1), later)
 
@@ -214,7 +217,7 @@ class Passing:
             return np.zeros(1)
         layer, experts = self._gathered()
         # One rank's part is copied to where it is used.
-        last = _largest(np.maximum(layer, np.where(self.table.expert_shards > 1, experts, 0.0)), self._running)
+        last = largest(np.maximum(layer, np.where(self.table.expert_shards > 1, experts, 0.0)), self._running)
         is_first = self.at.grown[:, [self.shape.head]] == 0
         last = np.where(self.is_cut & ((columns.zero == 3) | is_first), last, 0.0)
         stays = self.gathers & (columns.reshard == 0)
@@ -246,7 +249,7 @@ class Passing:
             return np.zeros(1)
         of, layers = self.held.of_rows, self._layers
         leaving = of(self.held.params[:layers]) * whole - of(self.held.kept_bytes[:layers])
-        found = _largest(leaving, self._running) * (self._count > 1)
+        found = largest(leaving, self._running) * (self._count > 1)
         return np.where(self._works_in_rounds, 0.0, found) + self.round_bytes()
 
     def made_bytes(self) -> Floats:
@@ -255,7 +258,7 @@ class Passing:
         params, experts, kept = (
             of(each[:layers]) for each in (self.held.params, self.held.expert_params, self.held.kept_bytes)
         )
-        return _largest(params * self._made - kept + experts * self._reduced(), self._running)
+        return largest(params * self._made - kept + experts * self._reduced(), self._running)
 
     def experts_end_bytes(self) -> Floats:
         """Gradients of a layer's experts as they were made and whole as they leave, less what they kept. Those
@@ -267,7 +270,7 @@ class Passing:
         copies = self._made + whole
         copies = np.where(self.table.expert_shards == 1, np.maximum(copies, alone), copies)
         gradients = of(self.held.expert_params[:layers]) * np.where(self._works_in_rounds, 0.0, copies)
-        return _largest(gradients + of(self.held.experts_left_bytes[:layers]), self._running) + self.round_bytes()
+        return largest(gradients + of(self.held.experts_left_bytes[:layers]), self._running) + self.round_bytes()
 
     def layer_end_bytes(self) -> Floats:
         """A layer's gradients as they were made and whole as they leave, less what the layer kept, (moments,
@@ -276,7 +279,7 @@ class Passing:
             return np.zeros(1)
         of, layers = self.held.of_rows, self._layers
         less = of(self.held.params[:layers]) * (self._made + self._reduced()) - of(self.held.kept_bytes[:layers])
-        return _largest(less, self._running) + self.round_bytes()
+        return largest(less, self._running) + self.round_bytes()
 
     def alone_bytes(self) -> Floats:
         """Of a weight gradient that runs by itself: a chunk's gradients as they were made, while those around the
@@ -285,9 +288,9 @@ class Passing:
         params = self.held.params + self.held.expert_params
         made = of(self.at.alone[:, :layers] @ params[:layers]) * self._made
         around = of(self.at.alone[:, layers:] @ params[layers:])
-        largest = _largest(of(self.held.params[:layers]), self.at.alone[:, :layers])
+        one = largest(of(self.held.params[:layers]), self.at.alone[:, :layers])
         leaving = whole * (1 + 1 / self.table.shards)
-        return made + around * whole + np.maximum(around, largest) * leaving
+        return made + around * whole + np.maximum(around, one) * leaving
 
     def head_bytes(self) -> Floats:
         """The head's gradients as they were made: they leave with the embedding's at the end. Replicated ones
@@ -316,8 +319,8 @@ class Passing:
         around = of(running @ self.held.params[layers:])
         found = around * (self._made + self._reduced() * np.where(self._works_in_rounds, 2, 1))
         if self.is_replicated.any():
-            largest = np.maximum(of(_largest(self.held.params[layers:], running)) * size, BUCKET_BYTES)
-            bucket = np.minimum(of(self.at.running @ self.held.params) * size, largest)
+            most = np.maximum(of(largest(self.held.params[layers:], running)) * size, BUCKET_BYTES)
+            bucket = np.minimum(of(self.at.running @ self.held.params) * size, most)
             found = found + np.where(self.is_replicated, bucket, 0.0)
         return found
 
@@ -328,10 +331,10 @@ def _weight_bytes(table: Table) -> float:
     return 2 * recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
 
 
-def _largest(values: Floats, counts: Floats) -> Floats:
+def largest(values: Floats, counts: Floats) -> Floats:
     """The largest of the pieces' values, (pieces, ...), of which each moment has some, (moments, pieces); not
     below zero."""
-    largest = np.zeros((len(counts), values.shape[1]))
+    found = np.zeros((len(counts), values.shape[1]))
     for value, has in zip(values, (counts > 0).T, strict=True):
-        np.maximum(largest, has[:, None] * value, out=largest)
-    return largest
+        np.maximum(found, has[:, None] * value, out=found)
+    return found
