@@ -30,6 +30,7 @@ from trainwright.spec.run import Run
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
 from trainwright.train.clock import Clock
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import batch_of
 from trainwright.train.mesh import build_mesh, leave
 from trainwright.train.model.experts import mixtures
@@ -46,6 +47,7 @@ DENSE: dict[str, Any] = {"model": {**uneven(5), "tied_embeddings": True}}
 UNEVEN_EXPERTS = case({"num_experts": 6, "d_ff": 15, "bias": True})
 MUON: dict[str, Any] = {"model": uneven(3), "recipe": {"optimizer": {"name": "muon", "lr": 0.01}}}
 BF16: dict[str, Any] = {"recipe": {"precision": "bf16"}, "model": uneven(3)}
+FP8: dict[str, Any] = {"recipe": {"precision": "fp8-delayed", "emulate_precision": True}, "model": uneven(3)}
 
 
 def moments(kind: str) -> dict[str, Any]:
@@ -123,6 +125,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layouts]] = {
             4: [("tp x pp", {"tp": 2, "pp": 2}, {})],
         },
     ),
+    "fp8 histories": (
+        FP8,
+        {
+            1: [("one", {}, {})],
+            2: [("dp zero 1", {"dp": 2}, {"zero": 1}), ("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {})],
+        },
+    ),
     "moments in bf16": (moments("bf16"), {1: [("one", {}, {})], 2: [("dp zero 1", {"dp": 2}, {"zero": 1})]}),
     "moments in int8": (
         moments("int8"),
@@ -165,7 +174,8 @@ def trainer_of(run: Run, rank: int) -> Trainer:
 def keeper_of(trainer: Trainer, root: Path) -> Keeper:
     policy = Checkpointing(every_steps=BEFORE, asynchronous=False)
     data = random_tokens(trainer.run, BEFORE + AFTER)
-    return Keeper(trainer, root, policy, mark_of(data.shards), BEFORE + AFTER, lambda text: None)
+    attendant = Attendant(trainer, None, print)
+    return Keeper(trainer, root, policy, mark_of(data.shards), BEFORE + AFTER, lambda text: None, attendant)
 
 
 def losses(trainer: Trainer, start: int, stop: int) -> list[float]:
@@ -214,6 +224,9 @@ def _whole(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
         for name, mixture in mixtures(piece):
             if mixture.balance_bias is not None:
                 yield f"{name}.balance_bias", mixture.balance_bias
+    if trainer.low_precision is not None:
+        for name, delayed in trainer.low_precision.delayed.items():
+            yield f"{name}.amax_history", delayed.history_RH
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

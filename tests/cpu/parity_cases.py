@@ -25,6 +25,7 @@ import parity_models
 import parity_moe
 import parity_overlap
 import parity_pairs
+import parity_precision
 import parity_schedules
 import parity_sequences
 import parity_together
@@ -284,6 +285,8 @@ TOPICS = {
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
     "compiled": parity_compiled.CASES,
+    "precision": parity_precision.CASES,
+    "cut": parity_precision.CUT,
 }
 for _topic, _cases in TOPICS.items():
     for _world, _more in _cases.items():
@@ -365,7 +368,7 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timeout, MADE)
     stands_where_the_layout_says(mesh)
     require_trainable(run.check())
-    trainer = parallelize(run, mesh, Clock())
+    trainer = parallelize(run, mesh, Clock(), in_float64=True)
     for piece in trainer.pieces:
         steer(piece)
     if spoil is not None:

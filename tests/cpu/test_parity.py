@@ -16,6 +16,8 @@ from launching import run_ranks
 from parity_cases import CASES, CONTROLS, part_of_cases
 
 BOUND = 1e-10
+CUT_LOSS, CUT_NORM = 1e-3, 1e-2
+"""Of low-precision matmuls whose blocks a layout cuts; docs/numerics.md says which layouts do."""
 
 
 @functools.cache
@@ -45,7 +47,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_equals_the_plain_model(world: int, case: str, all_cases: bool) -> None:
     errors = results(world, all_cases)[case]
-    assert max(errors.values()) < BOUND, errors
+    if case.startswith("cut:"):
+        # Blocks of scales that a layout cuts: rounding is another one, and of the same size.
+        assert errors["loss"] < CUT_LOSS, errors
+        assert errors["norm"] < CUT_NORM, errors
+    else:
+        assert max(errors.values()) < BOUND, errors
 
 
 @pytest.mark.parametrize(

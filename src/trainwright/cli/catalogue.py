@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainwright.cli import files
 from trainwright.spec import toml
@@ -26,6 +26,7 @@ from trainwright.spec.hf import model_from_hf
 from trainwright.spec.kernels import KernelTable
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.published import Bands
+from trainwright.spec.recipe import Precision, has_hardware
 from trainwright.spec.recovery import Recovery
 
 DATA = resources.files("trainwright") / "data"
@@ -113,6 +114,14 @@ def bands() -> Bands:
 def kernels() -> KernelTable:
     """What the names in a trace mean."""
     return KernelTable.parse(_read_data("kernels.toml"))
+
+
+def devices_with(precision: str) -> list[str]:
+    """Those of the catalogue that have hardware for a precision, by their names in `data/devices`."""
+    wanted = cast(Precision, precision)
+    clusters = [name for name in _names("clusters") if has_hardware(wanted, compose_cluster(name).device)]
+    devices = ([part for part in parts_of(name) if part.startswith("device:")] for name in clusters)
+    return sorted({chain[-1].removeprefix("device:") for chain in devices})
 
 
 def software_names() -> list[str]:

@@ -66,6 +66,7 @@ def plan(
     explain_infeasible: Annotated[
         bool, typer.Option(help="Where nothing fits: try remedies, and say what each costs.")
     ] = False,
+    explain_precision: Annotated[bool, typer.Option(help="List what each module computes in, and why.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the fastest plan as a run file.")] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
@@ -77,8 +78,9 @@ def plan(
     """
     from trainwright.cli import catalogue, files
     from trainwright.cli.draft import draft, goal_of
-    from trainwright.cli.planner import explained, searched, sized
+    from trainwright.cli.planner import explained, gained, searched, sized
     from trainwright.spec import toml
+    from trainwright.spec.modules import modules_of
     from trainwright.spec.units import parse_count
 
     goal = goal_of(least, days, gpus, explain_infeasible=explain_infeasible)
@@ -99,18 +101,31 @@ def plan(
         question, answer, search_s = searched(drafted.question(gpus or 1, top))
         diagnosis = explained(question) if explain_infeasible else None
 
+    bought = gained(question, answer)
     if out and answer.plans:
         files.write_text(out, toml.write(drafted.run(answer.plans[0])))
     if as_json:
         from trainwright.cli.output import show_json
 
-        more = {"sizing": sizing and sizing.report(), "infeasible": diagnosis and diagnosis.report()}
+        more = {
+            "sizing": sizing and sizing.report(),
+            "infeasible": diagnosis and diagnosis.report(),
+            "gain": bought and bought.report(),
+            "precision": [row.report() for row in modules_of(question.model, question.recipe)]
+            if explain_precision
+            else None,
+        }
         show_json(answer.report(search_s) | {name: report for name, report in more.items() if report})
     else:
         from trainwright.cli.output import show
         from trainwright.present.plans import plan_view
+        from trainwright.present.precision import gain_view, modules_view
 
         show(plan_view(question, answer, search_s, sizing, diagnosis))
+        if bought is not None:
+            show(gain_view(bought))
+        if explain_precision:
+            show(modules_view(question.model, question.recipe))
         if out and answer.plans:
             show(f"wrote {out}")
     if not answer.plans:

@@ -16,6 +16,7 @@ from trainwright.cli.progress import Progress
 from trainwright.plan import predict as planner
 from trainwright.plan import recompute_budget
 from trainwright.plan.answer import answer
+from trainwright.plan.gain import gain
 from trainwright.plan.goodput.budget import with_failures
 from trainwright.plan.remedies import diagnosed
 from trainwright.plan.sizing import counts_between, counts_to_try, tried
@@ -24,6 +25,7 @@ from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.cluster import ClusterSpec
 from trainwright.spec.diagnosis import Diagnosis
 from trainwright.spec.errors import InvalidSpec
+from trainwright.spec.gain import PrecisionGain
 from trainwright.spec.model import ModelSpec
 from trainwright.spec.question import Question
 from trainwright.spec.run import Run
@@ -62,6 +64,14 @@ def searched(question: Question) -> Searched:
         _require_finite(plan)
     plans = tuple(_completed(plan, question.model, question.cluster, None) for plan in found.plans)
     return Searched(question, found.changed(plans=plans), search_s)
+
+
+def gained(question: Question, answer: Answer) -> PrecisionGain | None:
+    """What a low precision buys the best plan; None where there is no plan, or no low precision."""
+    if not answer.plans or not question.recipe.is_low_precision:
+        return None
+    with np.errstate(all="ignore"):
+        return gain(question, answer.plans[0])
 
 
 def explained(question: Question) -> Diagnosis:

@@ -75,6 +75,12 @@ def answer(question: Question) -> Answer:
     )
 
 
+def best_plan(question: Question) -> Prediction | None:
+    """The first of the answer's plans, without what there is to say of it; None where nothing fits."""
+    ranking = _ranking(question.changed(top=1))
+    return _shown(question, ranking)[0].plan if ranking.rows else None
+
+
 def _ranking(question: Question) -> Ranking:
     """That of `search`, though of a great many candidates not all are judged."""
     table = candidates(question)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.plan.linear import NORM, casts, of, projection
+from trainwright.plan.linear import NORM, casts, of, projection, quantized
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
@@ -60,7 +60,7 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
     copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
-    cast = (Saved(table.tokens * widths.out * table.recipe.matmul_bytes, FULL),) if copied else ()
+    cast = (quantized(table, table.tokens, widths.out, FULL),) if copied else ()
     out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
     turned = (rotary,) if table.model.rope is not None else ()
     return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
@@ -150,7 +150,9 @@ def _core(
     # Without flash attention all keys are computed, masked ones too.
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
-    out = Saved(out_bytes, CORE if is_cut else FULL)
+    # Where the projection keeps a copy of its own of what it reads, the core's output goes with the core.
+    has_copy = is_cut or (recipe.is_low_precision and not recipe.activations_fp8)
+    out = Saved(out_bytes, CORE if has_copy else FULL)
     if recipe.cp_method == "all_to_all" and not is_cut:
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))

@@ -19,6 +19,7 @@ from trainwright.spec.errors import InvalidSpec, reject
 from trainwright.spec.layout import ORDERS
 from trainwright.spec.model import GroupedQueryAttention, LatentAttention, MoeMlp
 from trainwright.spec.question import Question
+from trainwright.spec.run import require_hardware
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import min_layers
 
@@ -54,6 +55,7 @@ def candidates(question: Question, planes: Container[Plane] | None = None) -> Ta
     cluster, devices = question.cluster, question.devices
     if devices > cluster.max_devices:
         reject("devices", devices, f"cluster {cluster.name} has no network and holds {cluster.max_devices:.0f}")
+    require_hardware(question.recipe, cluster)
     made = policies(question)
     columns = _multiplied(question, _cores(question, planes), made)
     if not len(columns):

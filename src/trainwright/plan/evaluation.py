@@ -31,7 +31,7 @@ from trainwright.plan.figures import PAIRED, Parts, insides
 from trainwright.plan.holding import ENOUGH_ROUNDS
 from trainwright.plan.memory import moment_bytes
 from trainwright.plan.pipeline import Pipe
-from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds
+from trainwright.plan.sharding import Ranks, Sharing, dp_seconds, optimizer_seconds, weight_cast_seconds
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, grouped
 from trainwright.plan.transients import Held
 from trainwright.spec.ledger import BytesCause, SecondsCause
@@ -59,6 +59,7 @@ class Evaluation:
         self.bound_s: Floats = np.full(rows, np.inf)
         self._dp_s: Floats = np.zeros(rows)
         self._optimizer_s: Floats = np.zeros(rows)
+        self._cast_s: Floats = np.zeros(rows)
         self._send_s = self._sends(placed)
         self._judge_all()
         self.fits: NDArray[np.bool_] = self.peak_bytes <= table.cluster.device.memory_bytes
@@ -88,6 +89,13 @@ class Evaluation:
         peaks = order[np.flatnonzero(np.diff(every.rank[order], prepend=-1))]
         ranks = zip(*(value[peaks].tolist() for value in by_cause.values()), strict=True)
         return [dict(zip(by_cause, values, strict=True)) for values in ranks]
+
+    def rank_params(self, row: int) -> tuple[float, float]:
+        """Parameters of the row's fullest rank, and those of them that low-precision matmuls read."""
+        figures, inside, counts = self._figures, self._inside[row], assembly(self.shape(row)).ranks
+        every = counts @ (figures.params + figures.expert_params)[:, inside]
+        low = counts @ (figures.low_params + figures.low_expert_params)[:, inside]
+        return float(every.max()), float(low[int(every.argmax())])
 
     def pipe(self, row: int, *, sends: bool = True, pairs: bool = True) -> Pipe:
         """The row's pipeline, as it is played: without sends, or without what paired acts hide, where asked."""
@@ -189,6 +197,8 @@ class Evaluation:
             experts_left_bytes=figures.experts_left_bytes[:, at],
             params=figures.params[:, inside],
             expert_params=figures.expert_params[:, inside],
+            low_params=figures.low_params[:, inside],
+            low_expert_params=figures.low_expert_params[:, inside],
             inside=of_row,
         )
 
@@ -212,6 +222,8 @@ class Evaluation:
         ranks = Ranks(
             params=held.of_rows(counts @ held.params),
             expert_params=held.of_rows(counts @ held.expert_params) if experts else np.zeros((1, 1)),
+            low_params=held.of_rows(counts @ held.low_params),
+            low_expert_params=held.of_rows(counts @ held.low_expert_params) if experts else np.zeros((1, 1)),
             around_params=held.of_rows(counts[:, layers:] @ held.params[layers:]),
             forward_s=of_kinds(forward_s),
             backward_s=of_kinds(backward_s),
@@ -219,6 +231,7 @@ class Evaluation:
         dp_s = dp_seconds(table, ranks, self._dense.take(placement), experts)
         self._dp_s[places] = np.maximum(dp_s.max(axis=0), 0.0)
         self._optimizer_s[places] = optimizer_seconds(table, ranks).max(axis=0)
+        self._cast_s[places] = weight_cast_seconds(table, ranks).max(axis=0)
         work_s = forward_s + backward_s
         if shape.schedule in PAIRED:
             hides = table.cluster.rates.overlap.ep
@@ -245,12 +258,15 @@ class Evaluation:
     def _around(self, places: NDArray[np.intp], makespan: Floats, sharing: Floats) -> dict[SecondsCause, Floats]:
         table, rates = self.table, self.table.cluster.rates
         dp = self._dp_s[places]
-        optimizer = self._optimizer_s[places] * np.maximum(self._ranks_per_core(places), 1.0)
+        turns = np.maximum(self._ranks_per_core(places), 1.0)
+        optimizer, casts = self._optimizer_s[places] * turns, self._cast_s[places] * turns
         doublings = np.log2(np.maximum(table.world[places] / table.cluster.node.devices, 1.0))
-        step = makespan + dp + optimizer + sharing
+        step = makespan + dp + optimizer + casts + sharing
         straggling = step * rates.straggling_per_doubling * doublings
+        quantize: dict[SecondsCause, Floats] = {"quantize": casts} if table.recipe.is_low_precision else {}
         return {
             "dp": dp,
+            **quantize,
             "optimizer": optimizer,
             "core_sharing": sharing,
             "straggling": straggling,

@@ -53,6 +53,9 @@ class Figures:
     """What is left of a layer when its experts' gradients leave, over what it kept."""
     params: Floats
     expert_params: Floats
+    low_params: Floats
+    """Of `params`, those that low-precision matmuls read."""
+    low_expert_params: Floats
 
 
 def kinds_of(table: Table) -> list[LayerSpec]:
@@ -136,7 +139,10 @@ class Parts:
             marks = [0] * split + [policy.marks] * split + [0] * (len(pieces) - 2 * split)
             own = [piece.kept_bytes(mark) + np.zeros(rows) for piece, mark in zip(pieces, marks, strict=True)]
             kept.append(np.array(own))
-            working.append(np.array([each - mine for each, mine in zip(again, own, strict=True)]))
+            inputs = [piece.inputs_bytes(mark) for piece, mark in zip(pieces, marks, strict=True)]
+            working.append(
+                np.array([one + read - mine for one, read, mine in zip(again, inputs, own, strict=True)])
+            )
             experts_left.append(np.array([each - mine for each, mine in zip(left, own, strict=True)]))
 
         def of_pieces(values: Iterable[Floats | float]) -> Floats:
@@ -156,7 +162,14 @@ class Parts:
             experts_left_bytes=np.concatenate(experts_left, axis=1),
             params=of_pieces(piece.params for piece in self.pieces),
             expert_params=of_pieces(piece.expert_params for piece in self.pieces),
+            low_params=of_pieces(self._low_params(of_experts=False)),
+            low_expert_params=of_pieces(self._low_params(of_experts=True)),
         )
+
+    def _low_params(self, *, of_experts: bool) -> list[Floats | float]:
+        if not self.table.recipe.is_low_precision:
+            return [0.0] * len(self.pieces)
+        return [piece.low_params(of_experts) for piece in self.pieces]
 
 
 def _twice(values: list[T], kinds: int) -> list[T]:
@@ -197,6 +210,7 @@ def _weight_bytes(table: Table, piece: Piece) -> Floats:
         groups = 1.0 if each.groups is None else each.groups
         inputs = 0.0 if each.shares_input else each.m * each.k * groups * size
         if each.saved and not each.shares_input:
-            inputs = each.saved[0].bytes
+            kept = each.saved if each.in_low_precision else each.saved[:1]
+            inputs = sum((saved.bytes for saved in kept if not saved.only_under), np.zeros(1))
         total = total + inputs + each.m * each.n * groups * size
     return total

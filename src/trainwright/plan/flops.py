@@ -21,14 +21,14 @@ from trainwright.spec.model import FlopConvention
 
 def computed_flops(evaluation: Evaluation, row: int, convention: FlopConvention) -> dict[WorkKind, ComputedFlops]:
     """Of a device in the row's step, by kind."""
-    busiest, mean = _busiest(evaluation, row), _mean(evaluation, row)
+    most, mean = busiest(evaluation, row), _mean(evaluation, row)
     found: dict[WorkKind, ComputedFlops] = {}
     for kind, counted in _counted(evaluation.table, row, convention).items():
         flops, at_peak_s = _of_pieces(evaluation, row, kind)
         found[kind] = ComputedFlops(
-            busiest_flops=float(busiest @ flops),
+            busiest_flops=float(most @ flops),
             mean_flops=float(mean @ flops),
-            at_peak_s=float(busiest @ at_peak_s),
+            at_peak_s=float(most @ at_peak_s),
             counted_flops=counted,
         )
     return found
@@ -42,7 +42,7 @@ def _counted(table: Table, row: int, convention: FlopConvention) -> dict[WorkKin
     return {"matmul": matmul * per_device, "attention": (whole - matmul) * per_device}
 
 
-def _busiest(evaluation: Evaluation, row: int) -> Floats:
+def busiest(evaluation: Evaluation, row: int) -> Floats:
     """Pieces that the rank with most seconds of acts computes in a step (`causes.busiest_seconds`)."""
     made, inside = assembly(evaluation.shape(row)), evaluation.inside_of(row)
     acts = evaluation.parts.acts[evaluation.table.columns.policy[row]]
@@ -94,5 +94,5 @@ def _of_operation(each: Operation) -> Floats | float:
 def _peak(table: Table, each: Operation) -> float:
     """Dense peak of the number format that an operation computes in."""
     low = isinstance(each, Matmul) and each.in_low_precision
-    fmt: Format = table.recipe.matmul_format if low else table.recipe.activation_format
+    fmt: Format = table.recipe.product_format(table.cluster) if low else table.recipe.activation_format
     return table.cluster.peak(fmt) or table.cluster.device.peak_flops_per_s.fp32

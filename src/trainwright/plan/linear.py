@@ -2,18 +2,30 @@
 tensor-parallel regions.
 
 With sequence parallelism a gathered input is not kept: its shard is, and backward gathers it again
-(arXiv:2205.05198 s4.2.2). Under fp8 and fp4 recipes a projection reads a cast copy of its input, and keeps that.
+(arXiv:2205.05198 s4.2.2). Under fp8 and fp4 recipes a projection reads cast copies of its input: one with scales
+along what its product sums, which it drops, and one with scales along the tokens, which it keeps for the weight
+gradient. Where backward gathers the input again, its shard is kept as it is, and cast there.
 """
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 
 NORM = marks("norm")
 ACTIVATION = marks("activation")
+
+WIDE_BYTES = {"bf16": 2, "fp32": 4}
+"""Of a value in an emulated product."""
+
+ROUNDING_BYTES, ROUNDING_KERNELS = 25, 8
+"""Traffic of rounding a bf16 value by operators one after another (train/precision/quantized.py): its magnitude (4
+bytes), the block's largest (2), scaled to fp32 (6), kept within range (8), rounded (5)."""
+WIDENING_BYTES, WIDENING_KERNELS = 19, 5
+"""And of making it bf16 again: looked up two at a time (7), times its scale in fp32 (6), rounded to bf16 (6)."""
 
 FUSED_SHOWN = 0.53
 """Of the traffic of sums that a matmul adds up itself, what makes it longer: fits 183 matmuls of A100
@@ -63,23 +75,73 @@ def projection(
     reads: marks under which its input is made again in backward, and so not kept. cast_input: whether it is the
     first to read its input in a low format; where it saves it, unless said otherwise.
     """
-    rows = table.residual_tokens if gathered else table.tokens
-    saved = (Saved(rows * k * table.recipe.matmul_bytes, reads),) if save_input else ()
+    saved = kept_input(table, k, reads, again, gathered=gathered) if save_input else ()
     matmul = Matmul(name, table.tokens, of(table, k), n, saved, again, shares_input=not save_input)
     return (*casts(table, matmul, cast_input=save_input if cast_input is None else cast_input), matmul)
 
 
+def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool) -> tuple[Saved, ...]:
+    """What a projection keeps of its input, (tokens, k), for the weight gradient. gathered: the input comes out of
+    a gather over tp, where there is one. Where the projection itself runs again, its input is kept as it came."""
+    size = table.recipe.compute_bytes
+    plain: Floats = (table.residual_tokens if gathered else table.tokens) * k * size
+    if not table.recipe.is_low_precision:
+        return (Saved(plain, reads),)
+    again &= ~FULL
+    copy, is_shard = quantized(table, table.tokens, k, reads | again), is_gathered_again(table) & gathered
+    kept = [copy._replace(bytes=np.where(is_shard, 0.0, copy.bytes))]
+    if is_shard.any():
+        kept.append(Saved(np.where(is_shard, plain, 0.0), reads))
+    if again:
+        kept.append(Saved(np.where(is_shard, 0.0, plain), reads, only_under=again))
+    return tuple(kept)
+
+
+def is_gathered_again(table: Table) -> NDArray[np.bool_]:
+    """Rows in which backward gathers over tp what projections of the residual stream read."""
+    return (table.columns.tp > 1) & table.recipe.sequence_parallel
+
+
+def quantized(
+    table: Table, rows: Floats, k: Floats | float, dropped_by: int, groups: Floats | float = 1.0
+) -> Saved:
+    """A low-precision copy of `groups` tensors of (rows, k) with scales along the rows."""
+    low = table.recipe.low_precision
+    assert low is not None, "the recipe has a low precision"
+    return Saved(groups * low.activation.num_bytes(rows, k), dropped_by, is_quantized=True)
+
+
 def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Elementwise, ...]:
     """Casts of a matmul's input forward and of its output's gradient backward, each in both orientations that the
-    matmuls read (Transformer Engine keeps a transposed copy)."""
+    matmuls read. Emulated, each product's operands are made wide again: read as they were cast, and written."""
     recipe = table.recipe
-    if not recipe.is_low_precision:
+    low = recipe.low_precision
+    if low is None:
         return ()
     groups = 1.0 if matmul.groups is None else matmul.groups
-    per_value = recipe.compute_bytes + 2 * recipe.matmul_bytes
-    forward = matmul.m * matmul.k * groups * per_value * cast_input
-    backward = matmul.m * matmul.n * groups * per_value
-    return (Elementwise(f"cast {matmul.name}", forward, backward, again=matmul.again, quantizes=True),)
+    inputs, outputs, weights = matmul.m * matmul.k * groups, matmul.m * matmul.n * groups, matmul.weights
+    per_input, per_output = (
+        recipe.compute_bytes + 2 * each.value_bytes for each in (low.activation, low.gradient)
+    )
+    name, again = matmul.name, matmul.again
+    if not recipe.emulate_precision:
+        forward, backward = inputs * per_input * cast_input, outputs * per_output
+        return (Elementwise(f"cast {name}", forward, backward, again=again, quantizes=True),)
+    once = 1 if low.activation.is_per_tensor else 2  # One rounding serves both orientations.
+    rounded = Elementwise(
+        f"cast {name}",
+        inputs * once * ROUNDING_BYTES * cast_input,
+        outputs * once * ROUNDING_BYTES,
+        again=again,
+        kernels=ROUNDING_KERNELS,
+        quantizes=True,
+    )
+    read = WIDENING_BYTES + 2 * (WIDE_BYTES[recipe.product_format(table.cluster)] - 2)
+    forward, backward = (inputs + weights) * read, (2 * outputs + inputs + weights) * read
+    widened = Elementwise(
+        f"widen {name}", forward, backward, again=again, kernels=2 * WIDENING_KERNELS, quantizes=True
+    )
+    return (rounded, widened)
 
 
 def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None) -> tuple[Operation, ...]:

@@ -11,28 +11,34 @@ gradients kept in fp32):
     3      gathered       4P/s      gP/s        uP/s
 
 Experts have their own s: the ranks that hold the same ones. fp32 has no separate compute copy unless the masters
-are sharded. Recipes with fewer bits keep cast copies beside the compute copy, in both orientations, or instead of
-it where `gather_fp8`. Gradients are there from a chunk's first backward on, or, where accumulation is fused, all
-the time. Offloaded states lie in host memory and count nothing. Activations are what every layer keeps for every
-microbatch that the schedule holds.
+are sharded. Recipes with fewer bits keep cast copies of the weights of their matmuls, in both orientations, beside
+the compute copy, or instead of it where `gather_fp8`; of weights that zero 3 gathers they are made at each use.
+Gradients are there from a chunk's first backward on, or, where accumulation is fused, all the time. Offloaded
+states lie in host memory and count nothing. Activations are what every layer keeps for every microbatch that the
+schedule holds.
 
-A backward has four times at which most may be held, and the largest counts:
+A backward has several times at which most may be held, and the largest counts:
 
     loss         the loss's working set beside the logits
     layer        that of a layer, when the logits are gone
     layer's end  in place of what the layer kept its weights' gradients, as they are made and whole as they leave
     end          in place of all that the microbatch kept the chunk's gradients; those around the layers leave now
+    last layer   of a step of one microbatch a layer's working set beside the gradients of all others
+    before end   under zero 3, the same as the layer's end while the layer, and what left before, are there yet
+    experts' end the gradients of a layer's experts, which leave before the rest of it
+    alone        a weight gradient that runs by itself: the whole chunk's are made, then leave one after another
 
-What is there for a while counts as communication: under zero 3 two layers that are gathered (one beside the
-loss), or all where nothing is resharded; from zero 2 on one layer's whole gradients on their way, or one chunk's
-where the schedule works in rounds; of the head whole gradients until the end.
+What is there for a while counts as communication: under zero 3 a layer that is gathered with its experts, and the
+next one on its way (beside the loss one unit), or those that wait for a backward where nothing is resharded; from
+zero 2 on one layer's whole gradients on their way, or one chunk's where the schedule works in rounds; of the head
+whole gradients until the end.
 """
 
 import numpy as np
 
 from trainwright.plan.assembly import Moments, Shape
 from trainwright.plan.table import Floats, Ints, Table
-from trainwright.plan.transients import END, LAST_LAYER, Held, largest, times_of
+from trainwright.plan.transients import END, LAST_LAYER, Held, largest, times_of, weight_bytes
 from trainwright.spec.ledger import BytesCause
 
 
@@ -41,10 +47,12 @@ def moment_bytes(table: Table, shape: Shape, at: Moments, held: Held) -> dict[By
     params = held.of_rows(at.params @ held.params)
     layers = 2 * shape.num_kinds
     around = held.of_rows(at.params[:, layers:] @ held.params[layers:])
-    tensors = _states(table, params, table.shards, around)
+    low = held.of_rows(at.params @ held.low_params)
+    tensors = _states(table, params, low, table.shards, around)
     if table.model.is_moe:
         experts = held.of_rows(at.params @ held.expert_params)
-        for cause, value in _states(table, experts, table.expert_shards, np.zeros(1)).items():
+        low = held.of_rows(at.params @ held.low_expert_params)
+        for cause, value in _states(table, experts, low, table.expert_shards, np.zeros(1)).items():
             tensors[cause] = tensors[cause] + value
     grown, grown_at_end = _gradients(table, shape, held, at)
     times = times_of(table, shape, at, held)
@@ -110,31 +118,32 @@ def _yet_to_come(table: Table, held: Held, at: Moments, shape: Shape) -> Floats:
 def _given_back(table: Table, held: Held, at: Moments) -> Floats:
     """Weights that were gathered for the step, of a chunk whose last backward ends. With more than two
     microbatches a fuller end comes before."""
-    recipe, count = table.recipe, table.num_microbatches
+    count, low = table.num_microbatches, held.low_params + held.low_expert_params
     rows = (table.columns.zero >= 1) & (table.columns.zero < 3) & (table.shards > 1) & (count <= 2)
     if not rows.any():
         return np.zeros(1)
-    cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
-    size = cast if recipe.gather_fp8 else recipe.compute_bytes + cast
-    params, second = held.params + held.expert_params, at.running * (at.grown > 0)
-    ending = np.where(count == 1, held.of_rows(at.running @ params), held.of_rows(second @ params))
-    return ending * np.where(rows, size, 0.0)
+    each = weight_bytes(table, held.params + held.expert_params, low)
+    second = at.running * (at.grown > 0)
+    ending = np.where(count == 1, held.of_rows(at.running @ each), held.of_rows(second @ each))
+    return np.where(rows, ending, 0.0)
 
 
-def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
+def _states(table: Table, params: Floats, low: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
     """Bytes of weights and moments of `params` parameters, (moments, rows), that are cut over `shards` ranks;
-    `around` of them stand around the layers."""
+    `low` of them are those of low-precision matmuls, `around` stand around the layers."""
     recipe, zero = table.recipe, table.columns.zero
     master, size = recipe.master_bytes, recipe.compute_bytes
-    cast = 2 * recipe.matmul_bytes if recipe.is_low_precision else 0.0
-    held = cast if recipe.gather_fp8 else size + cast
+    casts = 2 * low * recipe.weight_bytes
+    plain = (params - low if recipe.gather_fp8 else params) * size
+    held = plain + casts
     away = recipe.optimizer.offload
     # FSDP2 has experts that are cut over no ranks too, and copies them as it gathers others.
     is_cut = table.shards > 1
     needs_copy = ((zero >= 1) & is_cut) | (size < master) | away
     # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
     # masters are away, it keeps its shard of the copy.
-    kept = np.where(is_cut, held / shards if away else 0.0, held * ((size < master) | away))
+    shard = (held if recipe.gather_fp8 else plain) / shards if away else 0.0
+    kept = np.where(is_cut, shard, held * ((size < master) | away))
     copy = np.where(zero == 3, kept, held * needs_copy)
     cut = np.where(zero >= 1, shards, 1)
     moments: Floats | float = 2 * recipe.moment_bytes
@@ -144,6 +153,6 @@ def _states(table: Table, params: Floats, shards: Ints, around: Floats) -> dict[
         moments = recipe.moment_bytes * (1 + np.clip(share, 0, 1))
     on_device = 0 if away else 1
     return {
-        "parameters": params * (copy + on_device * master / cut),
+        "parameters": copy + params * (on_device * master / cut),
         "optimizer": params * (on_device / cut) * moments,
     }

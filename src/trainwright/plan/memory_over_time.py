@@ -146,6 +146,8 @@ def _held(evaluation: Evaluation) -> Held:
         working_bytes=figures.working_bytes,
         params=figures.params,
         expert_params=figures.expert_params,
+        low_params=figures.low_params,
+        low_expert_params=figures.low_expert_params,
         inside=np.zeros(1, dtype=np.int64),
     )
 

@@ -7,9 +7,22 @@ Tokens leave from the sequence-parallel region, so that tp ranks dispatch differ
 gather one another's tokens.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
-from trainwright.plan.linear import ACTIVATION, NORM, casts, ending, entry, leave, of, projection
+from trainwright.plan.linear import (
+    ACTIVATION,
+    NORM,
+    casts,
+    ending,
+    entry,
+    is_gathered_again,
+    leave,
+    of,
+    projection,
+    quantized,
+)
 from trainwright.plan.operations import Collective, Dispatch, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.model import DenseMlp, MoeMlp
@@ -26,11 +39,15 @@ def dense_operations(
     its output, and keeps it, inside of what is recomputed."""
     width = mlp.d_ff / table.columns.tp
     d_model = table.model.d_model
-    # Shared experts read what the router has saved.
+    # Shared experts read what the router has saved; a cast copy comes on top where backward doesn't gather it.
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
     up = projection(
         table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
     )
+    if not first and table.recipe.is_low_precision:
+        copy = quantized(table, table.tokens, d_model, whole | NORM)
+        copy = copy._replace(bytes=np.where(is_gathered_again(table), 0.0, copy.bytes))
+        up = (*up[:-1], replace(up[-1], saved=(copy,), shares_input=False))
     gate = (
         projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
     )
@@ -41,20 +58,25 @@ def dense_operations(
         *entry(table, where, whole, keeps=whole if first else FULL),
         *up,
         *gate,
-        activation(table, table.tokens * width, gated=mlp.gated, whole=whole),
+        activation(table, table.tokens, width, gated=mlp.gated, whole=whole),
         *casts(table, down),
         down,
         *leave(table, where, last, ends=ends),
     )
 
 
-def activation(table: Table, values: Floats, *, gated: bool, whole: int) -> Elementwise:
-    """Saved: what the activation reads (gate and up, or one), and the product that the down projection reads."""
+def activation(
+    table: Table, rows: Floats, width: Floats, *, gated: bool, whole: int, groups: Floats | float = 1.0
+) -> Elementwise:
+    """Saved: what the activation reads (gate and up, or one), and the product that the down projection reads.
+    `groups` experts have so many rows each."""
     size, matrices = table.recipe.compute_bytes, 2 if gated else 1
-    recipe = table.recipe
-    product = values * (recipe.matmul_bytes if recipe.is_low_precision else size)
+    recipe, values = table.recipe, rows * width * groups
+    product = Saved(values * size, whole | ACTIVATION)
+    if recipe.is_low_precision:
+        product = quantized(table, rows, width, whole | ACTIVATION, groups)
     read = matrices * values * (recipe.matmul_bytes if recipe.activations_fp8 else size)
-    saved = (Saved(read, whole), Saved(product, whole | ACTIVATION))
+    saved = (Saved(read, whole), product)
     moved = values * size
     return Elementwise("activation", (matrices + 1) * moved, (2 * matrices + 1) * moved, saved, whole | ACTIVATION)
 
@@ -113,7 +135,9 @@ def load(table: Table) -> Floats:
 def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Floats) -> tuple[Operation, ...]:
     d_model, recipe = table.model.d_model, table.recipe
     each = rows / experts
-    saved = (Saved(rows * d_model * recipe.matmul_bytes, MOE),)
+    saved = (Saved(rows * d_model * recipe.compute_bytes, MOE),)
+    if recipe.is_low_precision:
+        saved = (quantized(table, each, d_model, MOE, experts),)
     alike = {"groups": experts, "has_bias": mlp.bias, "is_sequential": recipe.expert_matmuls == "sequential"}
     up = Matmul("expert up", each, of(table, d_model), width, saved, MOE, **alike)
     gate = ()
@@ -127,7 +151,7 @@ def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Fl
         up,
         *gate_casts,
         *gate,
-        activation(table, rows * width, gated=mlp.gated, whole=MOE),
+        activation(table, each, width, gated=mlp.gated, whole=MOE, groups=experts),
         *casts(table, down),
         down,
         *biased,

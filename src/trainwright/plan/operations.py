@@ -9,7 +9,7 @@ first read. What recompute does is written on the operations: `again` are the ma
 runs again in backward, `dropped_by` those under which a saved tensor is not kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -29,8 +29,16 @@ class Saved(NamedTuple):
     dropped_by: int = 0
     is_statistic: bool = False
     """A number per row, such as a norm's: not counted in the papers' formulas."""
+    only_under: int = 0
+    """Not kept unless one of these marks is recomputed: the input of what runs again."""
+    is_quantized: bool = False
+    """What a low-precision matmul's weight gradient reads, and its scales."""
     of_vocabulary: bool = False
     """In proportion to the rank's part of the vocabulary, which is taken to be the largest."""
+
+    def is_kept(self, marks: int) -> bool:
+        """Whether it is where the operations of `marks` are recomputed."""
+        return not self.dropped_by & marks and (not self.only_under or bool(self.only_under & marks))
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ class Matmul:
     """More marks under which it runs again, where the graph is made anew."""
     gradients_in_forward: bool = False
     """Its gradients are made right after it."""
+
+    @property
+    def weights(self) -> Floats:
+        """Of all groups."""
+        return self.k * self.n * (1.0 if self.groups is None else self.groups)
 
     @cached_property
     def forward_flops(self) -> Floats:
@@ -182,6 +195,11 @@ class Piece:
     is_routed: bool = False
     """Whether the host must learn how many tokens each expert has."""
 
+    def low_params(self, of_experts: bool) -> Floats:
+        """Weights of its low-precision matmuls: those of experts, or all others."""
+        matmuls = (each for each in self.operations if isinstance(each, Matmul) and each.in_low_precision)
+        return sum((each.weights for each in matmuls if (each.groups is not None) == of_experts), np.zeros(1))
+
     @property
     def all_params(self) -> Floats:
         return self.params + self.expert_params
@@ -192,21 +210,29 @@ class Piece:
     @property
     def saved_bytes(self) -> Floats:
         """Kept where nothing is recomputed."""
-        return sum((saved.bytes for saved in self._saved()), np.zeros(1))
+        return self._sum(saved for saved in self._saved() if not saved.only_under)
 
     @property
     def saved_before_dispatch(self) -> Floats:
         """What a layer saves before it dispatches to experts: what is left when their backward is over."""
         before = takewhile(lambda each: not isinstance(each, Dispatch), self.operations)
-        return sum((saved.bytes for each in before for saved in each.saved), np.zeros(1))
+        return self._sum(saved for each in before for saved in each.saved if not saved.only_under)
 
     @property
     def tensor_bytes(self) -> Floats:
         """The same without statistics, as the papers count."""
-        return sum((saved.bytes for saved in self._saved() if not saved.is_statistic), np.zeros(1))
+        return self._sum(saved for saved in self._saved() if not saved.is_statistic and not saved.only_under)
+
+    def inputs_bytes(self, marks: int) -> Floats:
+        """Kept beside them for what of `marks` runs again."""
+        return self._sum(saved for saved in self._saved() if saved.only_under and saved.is_kept(marks))
+
+    @staticmethod
+    def _sum(saved: Iterable[Saved]) -> Floats:
+        return sum((each.bytes for each in saved), np.zeros(1))
 
     def kept_bytes(self, marks: int) -> Floats:
         """Kept where the operations of `marks` are recomputed."""
         if marks & FULL:
             return self.input_bytes
-        return sum((saved.bytes for saved in self._saved() if not saved.dropped_by & marks), np.zeros(1))
+        return self._sum(saved for saved in self._saved() if saved.is_kept(marks))

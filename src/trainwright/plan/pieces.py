@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainwright.plan.attention import attention_operations, attention_params
-from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, residual
+from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, quantized, residual
 from trainwright.plan.mlp import dense_operations, load, mlp_params, moe_operations
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
@@ -173,6 +173,8 @@ def mtp_piece(table: Table) -> Piece:
     vocab = np.ceil(model.vocab_size / table.columns.tp)
     # The joining projection is whole on every tp rank, and works on its part of the sequence.
     joined = Saved(2 * residual_bytes)
+    if table.recipe.is_low_precision:
+        joined = quantized(table, table.residual_tokens, 2 * model.d_model, 0)
     join = Matmul(
         "mtp join", table.residual_tokens, of(table, 2 * model.d_model), of(table, model.d_model), (joined,)
     )

@@ -32,7 +32,7 @@ def prediction(evaluation: Evaluation, row: int, tokens: int | None) -> Predicti
     stages = _stages(evaluation, row)
     fullest = max(stages, key=lambda stage: stage.ledger.total_bytes)
     seconds = _tidy(step_seconds(evaluation, row))
-    fmt: Format = recipe.matmul_format
+    fmt: Format = recipe.product_format(table.cluster)
     peak = table.cluster.peak(fmt)
     if peak is None:
         reject("recipe.precision", recipe.precision, f"{table.cluster.device.name} has no peak for it")

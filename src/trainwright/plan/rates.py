@@ -68,7 +68,8 @@ def _stacked(matmuls: list[Matmul]) -> Matmul:
 def matmul_s(table: Table, each: Matmul) -> Floats:
     """Seconds of one matmul (forward; each of backward's two takes the same)."""
     recipe, cluster = table.recipe, table.cluster
-    fmt: Format = recipe.matmul_format if each.in_low_precision else recipe.activation_format
+    as_products = each.in_low_precision or recipe.emulate_precision
+    fmt: Format = recipe.product_format(cluster) if as_products else recipe.activation_format
     rate, peak = _matmul_rate(cluster, fmt), cluster.peak(fmt)
     if rate is None or peak is None:
         known = ", ".join(sorted(cluster.rates.matmul))
@@ -82,7 +83,8 @@ def matmul_s(table: Table, each: Matmul) -> Floats:
         peak = peak * _grouped(table, each)
     skew = _skew(table, each) if each.groups is None else 1.0
     compute_s = each.forward_flops * skew / (peak * curve(rate, each.forward_flops))
-    in_bytes = recipe.matmul_bytes if each.in_low_precision else recipe.compute_bytes
+    is_low = each.in_low_precision and not recipe.emulate_precision
+    in_bytes = recipe.matmul_bytes if is_low else recipe.compute_bytes
     moved = in_bytes * (each.m * each.k + each.k * each.n) + recipe.compute_bytes * each.m * each.n
     groups = 1.0 if each.groups is None else each.groups
     streamed_s = moved * groups / cluster.device.memory_bytes_per_s

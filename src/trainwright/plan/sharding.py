@@ -34,8 +34,11 @@ class Ranks:
     params: Floats
     """Without those of routed experts."""
     expert_params: Floats
+    low_params: Floats
+    low_expert_params: Floats
+    """Of them and of those of experts, what low-precision matmuls read."""
     around_params: Floats
-    """Of them, those of embedding, norm and head."""
+    """Of the first, those of embedding, norm and head."""
     forward_s: Floats
     backward_s: Floats
 
@@ -103,10 +106,13 @@ class Sharing:
             units=self.units[rows],
         )
 
-    def seconds(self, table: Table, params: Floats) -> "_Seconds":
-        """Of each collective over the states of `params` parameters, all of them once, (kinds, rows)."""
+    def seconds(self, table: Table, params: Floats, low: Floats) -> "_Seconds":
+        """Of each collective over the states of `params` parameters, all of them once, (kinds, rows); `low` of
+        them are those of low-precision matmuls."""
         recipe = table.recipe
-        weight = recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
+        weights = params * recipe.compute_bytes
+        if recipe.gather_fp8:
+            weights = (params - low) * recipe.compute_bytes + low * recipe.weight_bytes
         gradient_bytes = params * recipe.gradient_bytes
         buckets = np.maximum(np.ceil(gradient_bytes / BUCKET_BYTES), 1)
 
@@ -114,7 +120,7 @@ class Sharing:
             return parts * each.latency_s + message * each.s_per_byte
 
         return _Seconds(
-            over(self.gather, params * weight, self.units),
+            over(self.gather, weights, self.units),
             over(self.scatter, gradient_bytes, self.units),
             over(self.all_reduce, gradient_bytes, buckets),
             over(self.between, gradient_bytes / self.shards, self.units),
@@ -132,9 +138,9 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     """Exposed seconds of dp communication in a step, (kinds, rows)."""
     recipe, overlap = table.recipe, table.cluster.rates.overlap
     zero = table.columns.zero
-    seconds = dense.seconds(table, ranks.params)
+    seconds = dense.seconds(table, ranks.params, ranks.low_params)
     if experts is not None:
-        more = experts.seconds(table, ranks.expert_params)
+        more = experts.seconds(table, ranks.expert_params, ranks.low_expert_params)
         seconds = _Seconds(*(one + other for one, other in zip(seconds, more, strict=True)))
     gather, scatter, all_reduce, between = seconds
     count = np.where(zero == 2, reductions(table), 1.0)
@@ -220,6 +226,26 @@ def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
         seconds = seconds + local * (recipe.gradient_bytes + recipe.compute_bytes) / bytes_per_s
         seconds = seconds + local * update * cluster.node.devices / HOST_UPDATE_BYTES_PER_S
     return seconds
+
+
+def weight_cast_seconds(table: Table, ranks: Ranks) -> Floats:
+    """Seconds of casting weights for low-precision matmuls in a step, (kinds, rows): once, in both orientations,
+    where they stay gathered; with zero 3 at each use, each time in one. Of weights that are gathered cast the rank
+    casts its shard alone."""
+    recipe, zero = table.recipe, table.columns.zero
+    if not recipe.is_low_precision:
+        return np.zeros((1, 1))
+    read, written = recipe.compute_bytes, recipe.weight_bytes
+
+    def traffic(low: Floats, shards: Ints) -> Floats:
+        by_use = (zero == 3) & (shards > 1)
+        moved = np.where(by_use, 2 * passes(table) * (read + written), read + 2 * written)
+        return low * moved / (np.where(zero >= 1, shards, 1) if recipe.gather_fp8 else 1)
+
+    moved = traffic(ranks.low_params, table.shards)
+    if table.model.is_moe:
+        moved = moved + traffic(ranks.low_expert_params, table.expert_shards)
+    return rates.update_s(table, moved)
 
 
 def _newton_schulz_s(table: Table, ranks: Ranks) -> Floats:

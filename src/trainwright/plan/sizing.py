@@ -77,7 +77,7 @@ def counts_between(question: Question, sizing: Sizing) -> list[int]:
 def floor_days(question: Question, devices: int) -> float:
     """Days of the budget at the best rate that any of the cluster's curves reaches, all of the time."""
     recipe, cluster = question.recipe, question.cluster
-    peak = cluster.peak(recipe.matmul_format)
+    peak = cluster.peak(recipe.product_format(cluster))
     if peak is None:
         reject("recipe.precision", recipe.precision, f"{cluster.device.name} has no peak for it")
     rates = cluster.rates

@@ -40,6 +40,8 @@ class Held:
     """What is left of a layer when its experts' gradients leave, over what it kept."""
     params: Floats
     expert_params: Floats
+    low_params: Floats
+    low_expert_params: Floats
     inside: Ints
     """Of each row the place of its inside, (rows,)."""
 
@@ -139,13 +141,16 @@ class Passing:
         """Embedding, norm and head, which stay gathered while a microbatch is under way."""
         if not self.gathers.any():
             return np.zeros(1)
-        around = self.held.of_rows(self.at.there[:, self._layers :] @ self.held.params[self._layers :])
-        return around * np.where(self.gathers, _weight_bytes(self.table), 0.0)
+        held, layers = self.held, self._layers
+        each = weight_bytes(self.table, held.params[layers:], held.low_params[layers:])
+        return np.where(self.gathers, held.of_rows(self.at.there[:, layers:] @ each), 0.0)
 
     def _gathered(self) -> tuple[Floats, Floats]:
         """A layer and its experts, each a unit by itself, (pieces, rows)."""
-        size, of, layers = _weight_bytes(self.table), self.held.of_rows, self._layers
-        return of(self.held.params[:layers]) * size, of(self.held.expert_params[:layers]) * size
+        held, layers = self.held, self._layers
+        layer = weight_bytes(self.table, held.params[:layers], held.low_params[:layers])
+        experts = weight_bytes(self.table, held.expert_params[:layers], held.low_expert_params[:layers])
+        return held.of_rows(layer), held.of_rows(experts)
 
     @property
     def _running(self) -> Floats:
@@ -266,7 +271,7 @@ class Passing:
         of, layers, whole = self.held.of_rows, self._layers, self._reduced()
         size, zero = self.table.recipe.gradient_bytes, self.table.columns.zero
         # In place of whole gradients, and of weights, where they leave once a step.
-        alone = np.where(zero >= 2, 3 * size, 2 * size - _weight_bytes(self.table))
+        alone = np.where(zero >= 2, 3 * size, 2 * size - self.table.recipe.compute_bytes)
         copies = self._made + whole
         copies = np.where(self.table.expert_shards == 1, np.maximum(copies, alone), copies)
         gradients = of(self.held.expert_params[:layers]) * np.where(self._works_in_rounds, 0.0, copies)
@@ -325,10 +330,13 @@ class Passing:
         return found
 
 
-def _weight_bytes(table: Table) -> float:
-    """Bytes of a weight as it is gathered."""
+def weight_bytes(table: Table, params: Floats, low: Floats) -> Floats:
+    """Bytes of gathered weights, `low` of which low-precision matmuls read: those in both orientations where they
+    are gathered cast."""
     recipe = table.recipe
-    return 2 * recipe.matmul_bytes if recipe.gather_fp8 else recipe.compute_bytes
+    if not recipe.gather_fp8:
+        return params * recipe.compute_bytes
+    return (params - low) * recipe.compute_bytes + 2 * low * recipe.weight_bytes
 
 
 def largest(values: Floats, counts: Floats) -> Floats:

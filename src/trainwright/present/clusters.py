@@ -120,6 +120,8 @@ def _value_text(field: str, value: object) -> str:
     if isinstance(value, list):
         if value and isinstance(value[0], dict):
             return f"{len(value)} rates"
+        if value and isinstance(value[0], str):
+            return ", ".join(value)
         low, high = min(value), max(value)
         return f"{low:.3g} to {high:.3g}" if low != high else f"{low:.3g}"
     assert isinstance(value, (int, float))

@@ -28,7 +28,7 @@ def causes_text(seconds: StepSeconds, step: int) -> str:
 
 def utilization_text(run: Run, record: StepRecord) -> str:
     """MFU and HFU of a step with what they count and against which peak, beside FLOP/s."""
-    fmt = run.recipe.matmul_format
+    fmt = run.recipe.product_format(run.cluster)
     peak_flops_per_s = run.cluster.peak(fmt) or 0.0
     return (
         f"MFU {record.mfu:.1%}, HFU {record.hfu:.1%} of {scaled(peak_flops_per_s, 'FLOP/s')} (dense {fmt} peak), "

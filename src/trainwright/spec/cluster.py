@@ -20,6 +20,10 @@ from trainwright.spec.recovery import Recovery
 Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 """Number formats that a device may have a matmul rate for."""
 
+BlockScales = Literal["mx", "nvfp4"]
+"""Scales of blocks that a device's matmuls apply themselves: a power of two per 32 values (OCP Microscaling
+Formats 1.0), an fp8 number per 16 (NVFP4)."""
+
 Slowdown = Annotated[float, Field(ge=1, le=100)]
 
 AttentionKernel = Literal["flash", "flash_2", "flash_1", "unfused"]
@@ -91,6 +95,8 @@ class Device(Noun):
     num_sms: Count
     """Streaming multiprocessors, compute units, or cores."""
     tdp_w: Positive | None = None
+    block_scales: Sequence[BlockScales] = ()
+    """That its matmuls apply themselves."""
 
 
 class Node(Noun):

@@ -68,6 +68,7 @@ Tensors = Literal[
     "product",
     "rows of experts",
     "shared experts",
+    "quantized",
     "scores of experts",
     "logits",
     "gradients of the loss",
@@ -76,7 +77,8 @@ Tensors = Literal[
     "other",
 ]
 """What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics;
-attention's core has queries, keys, values, the output and its statistics. Left out of comparison
+attention's core has queries, keys, values, the output and its statistics; quantized is what weight gradients of
+low-precision matmuls read. Left out of comparison
 (`spec/left_out.py`): numbers of tokens; and gathered parameters, which are no activations."""
 
 

@@ -17,6 +17,14 @@ class InvalidSpec(ValueError):
     """A field that can't have the value it was given. `str()` is one line for the user."""
 
 
+class LacksHardware(InvalidSpec):
+    """A recipe whose precision the run's device doesn't have. Which devices do, the catalogue knows."""
+
+    def __init__(self, precision: str, message: str) -> None:
+        super().__init__(message)
+        self.precision = precision
+
+
 def reject(field: str, value: object, remedy: str) -> NoReturn:
     """Raise `InvalidSpec`: `reject("layout.ep", 3, "must divide 8; it may be 1, 2, 4 or 8")`."""
     raise InvalidSpec(f"{field}={shown(value)}: {remedy}")

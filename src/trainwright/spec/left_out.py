@@ -26,6 +26,10 @@ LEFT_OUT = (
         "scalars: the optimizer's step numbers, the loss, the gradient's norm", "8 bytes per parameter tensor"
     ),
     LeftOut(
+        "fp8 and fp4 scales of whole tensors, and the largest values of past steps that fp8-delayed makes them of",
+        "4 bytes per quantized tensor; 12 bytes per linear layer and step of fp8-delayed's history",
+    ),
+    LeftOut(
         "statistics of routers: loads, biases that steer the choice, marks of the chosen",
         "13 bytes per token and expert in a layer's forward, 16 bytes per expert between steps",
     ),
@@ -36,6 +40,8 @@ LEFT_OUT = (
 )
 
 NOT_YET = (
+    "messages of 4 bytes by which ranks agree on the largest value of a tensor that they share out (fp8-delayed, "
+    "fp8-current and nvfp4 under tp and cp); peaks of runs in fp8 and fp4",
     "bytes kept for backward: counted to the last one for models in flash kernels, with grouped-query or latent "
     "attention and dense MLPs or experts, without dropout, norms of queries and keys, sinks, soft caps, windows, "
     "experts' biases and losses for balance, and with norms before the blocks; not of "

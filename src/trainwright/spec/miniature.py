@@ -183,6 +183,7 @@ def _with_layout(run: Run, layout: Layout, replicas: int) -> Run:
         global_batch=micro_batch * layout.dp * num_microbatches,
         precision="fp64",
         gradient_format="fp32",  # fp64 runs keep fp64
+        emulate_precision=False,
         gather_fp8=False,
         dispatch_fp8=False,
         activations_fp8=False,

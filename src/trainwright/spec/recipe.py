@@ -7,8 +7,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
-from trainwright.spec.cluster import AttentionKernel, Format
+from trainwright.spec.cluster import AttentionKernel, ClusterSpec, Device, Format
 from trainwright.spec.errors import reject
+from trainwright.spec.precision import LOW_PRECISION, LowPrecision
 
 Precision = Literal[
     "fp32", "bf16", "fp16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp64"
@@ -80,6 +81,15 @@ class Recipe(Noun):
     """Sequences of one forward pass of one data-parallel rank."""
     precision: Precision = "bf16"
     """Of matmuls. All but fp32 and fp64 keep fp32 master weights; fp64 is for proofs."""
+    emulate_precision: bool = False
+    """The arithmetic of an fp8 or fp4 precision runs by casts and products in bf16 (fp32 where the device has no
+    bf16), also on a device that lacks the format: to study it, as nothing becomes faster."""
+    amax_history_steps: Count = 1024
+    """Of fp8-delayed: past steps whose largest value makes the scale (Transformer Engine's default)."""
+    precision_report_steps: Natural = 10
+    """Low-precision layers are looked at each so many steps: how many values saturate or become zero; 0: never."""
+    precision_fallback: bool = False
+    """A layer whose scale was seen to saturate goes on in the activation format."""
     gradient_format: Literal["fp32", "bf16"] = "fp32"
     """Of gradients as they are accumulated and reduced; fp64 runs keep fp64."""
     fused_accumulation: bool = False
@@ -181,9 +191,16 @@ class Recipe(Noun):
                 self.expert_imbalance,
                 "is for dropless routing; capacity_factor bounds the load",
             )
-        for field in ("gather_fp8", "dispatch_fp8", "activations_fp8"):
+        for field in ("emulate_precision", "precision_fallback", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        for field, is_read in (
+            ("amax_history_steps", bool(self.low_precision and self.low_precision.amax_history)),
+            ("precision_report_steps", self.is_low_precision),
+        ):
+            value = getattr(self, field)
+            if value != type(self).model_fields[field].default and not is_read:
+                reject(field, value, f"says nothing of precision={self.precision}; leave it out")
         if not self.reshard_after_forward and self.zero != 3:
             reject("reshard_after_forward", False, f"is for zero=3, which gathers parameters; zero is {self.zero}")
         if self.dp_replicate > 1 and self.zero == 0:
@@ -203,12 +220,27 @@ class Recipe(Noun):
     @property
     def is_low_precision(self) -> bool:
         """Whether the linear layers' matmuls have fewer than 16 bits."""
-        return self.precision in LOW_FORMATS
+        return self.precision in LOW_PRECISION
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        """What the operands of low-precision matmuls are; None where there are none."""
+        return LOW_PRECISION.get(self.precision)
 
     @property
     def matmul_format(self) -> Format:
         """Number format of the linear layers' matmuls."""
         return format_of(self.precision)
+
+    def product_format(self, cluster: ClusterSpec) -> Format:
+        """In which the devices of a cluster compute the linear layers' matmuls."""
+        if not self.emulate_precision:
+            return self.matmul_format
+        low = self.low_precision
+        # A CPU's bf16 matmul rounds its sums, which such scales are still to be multiplied with.
+        scales_sums = low is not None and (low.tensor_scale or not (low.powers_of_two or low.activation.along))
+        on_cpu = cluster.device.kind == "cpu"
+        return "fp32" if cluster.peak("bf16") is None or (on_cpu and scales_sums) else "bf16"
 
     @property
     def activation_format(self) -> Format:
@@ -223,7 +255,14 @@ class Recipe(Noun):
     @property
     def matmul_bytes(self) -> float:
         """Bytes of a value as the linear layers' matmuls read it, its share of a scale included."""
-        return LOW_BYTES.get(self.precision, self.compute_bytes)
+        low = self.low_precision
+        return self.compute_bytes if low is None else low.activation.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """The same of a weight."""
+        low = self.low_precision
+        return self.compute_bytes if low is None else low.weight.value_bytes
 
     @property
     def master_bytes(self) -> int:
@@ -243,28 +282,16 @@ class Recipe(Noun):
         return {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}[self.optimizer.moments]
 
 
-LOW_FORMATS: dict[str, Format] = {
-    "fp8-delayed": "fp8",
-    "fp8-current": "fp8",
-    "fp8-rowwise": "fp8",
-    "fp8-block": "fp8",
-    "mxfp8": "fp8",
-    "nvfp4": "fp4",
-}
-"""The device's number format of each low precision."""
-
-LOW_BYTES = {
-    "fp8-delayed": 1.0,
-    "fp8-current": 1.0,
-    "fp8-rowwise": 1.0,
-    "fp8-block": 1 + 4 / 128,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
-}
-"""Bytes of a value and its share of the block's scale."""
-
-
 def format_of(precision: Precision) -> Format:
     """The device's number format that the matmuls of a precision run in."""
-    formats: dict[str, Format] = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", **LOW_FORMATS}
-    return formats[precision]
+    formats: dict[str, Format] = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+    return LOW_PRECISION[precision].format if precision in LOW_PRECISION else formats[precision]
+
+
+def has_hardware(precision: Precision, device: Device) -> bool:
+    """Whether the device's matmuls run it: the number format, and scales of blocks where sums can't wait for
+    them."""
+    low = LOW_PRECISION.get(precision)
+    scales = None if low is None else low.block_scales
+    has_format = getattr(device.peak_flops_per_s, format_of(precision)) is not None
+    return has_format and (scales is None or scales in device.block_scales)

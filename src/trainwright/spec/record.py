@@ -3,6 +3,7 @@
 so on), and in sum (`ledger.jsonl`). One JSON object per line, each one of these nouns. What calibration makes of
 the samples is here too."""
 
+import math
 from typing import Literal
 
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
@@ -71,6 +72,33 @@ class Machine(Noun):
     memory_bytes: Count
     """Of one device; of a CPU node, shared out over its ranks."""
     num_sms: Count = 1
+
+
+class TensorHealth(Noun):
+    """What rounding to few bits did to one tensor of a layer in a step, over all ranks and microbatches."""
+
+    amax: float
+    """The largest magnitude."""
+    overflow: Probability
+    """Share of values that saturated."""
+    underflow: Probability
+    """Share of values that weren't zero and became it."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.amax)
+
+
+class PrecisionRecord(Noun):
+    """A step's low-precision layers: a line of `precision.jsonl`."""
+
+    step: Count
+    layers: dict[str, dict[str, TensorHealth]]
+    """By layer, and by input, weight and gradient. What several layers read stands with the first of them."""
+    alarms: tuple[str, ...] = ()
+    """Layers whose scales have saturated, in words."""
+    fallen: tuple[str, ...] = ()
+    """Layers that go on in the activation format."""
 
 
 class StepRecord(Noun):

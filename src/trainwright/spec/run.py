@@ -13,12 +13,13 @@ from pydantic import Field
 from trainwright.spec.base import Count, Noun
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.cluster import ClusterSpec
-from trainwright.spec.errors import reject
+from trainwright.spec.errors import LacksHardware, reject
 from trainwright.spec.layout import Layout
 from trainwright.spec.model import GroupedQueryAttention, LatentAttention, ModelSpec, MoeMlp
-from trainwright.spec.recipe import PRECISIONS, RECOMPUTE_OPS, Recipe, RecomputeOp, format_of
+from trainwright.spec.recipe import PRECISIONS, RECOMPUTE_OPS, Recipe, RecomputeOp, has_hardware
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
+from trainwright.spec.supervision import Guard, Supervision
 
 OF_EXPERTS = (
     "capacity_factor",
@@ -65,6 +66,10 @@ class Run(Noun):
     """None: open-ended; `train --steps` says how far."""
     checkpoint: Checkpointing | None = None
     """None: nothing is saved on the way."""
+    supervision: Supervision | None = None
+    """None: a failure ends the run."""
+    guard: Guard | None = None
+    """None: every step moves the weights."""
     model: ModelSpec
     cluster: ClusterSpec
 
@@ -91,6 +96,7 @@ class Run(Noun):
         self._check_batch()
         self._check_cluster()
         self._check_data()
+        self._check_faults()
         return self
 
     def _check_batch(self) -> None:
@@ -130,13 +136,19 @@ class Run(Noun):
                 f"cluster {cluster.name} has no network and holds {cluster.max_devices:.0f} devices; "
                 "lower the degrees or give fabric.nics_per_node",
             )
-        if self.recipe.precision != "fp64" and cluster.peak(self.recipe.matmul_format) is None:
-            known = [each for each in PRECISIONS if each != "fp64" and cluster.peak(format_of(each)) is not None]
-            reject(
-                "recipe.precision",
-                self.recipe.precision,
-                f"{cluster.device.name} has no rate for it; it may be {', '.join(known)}",
-            )
+        require_hardware(self.recipe, cluster)
+
+    def _check_faults(self) -> None:
+        saves, guard, supervision = self.checkpoint, self.guard, self.supervision
+        if guard is not None and guard.action == "roll_back" and (saves is None or saves.every_steps is None):
+            why = "needs commits at steps that don't depend on time; set checkpoint.every_steps"
+            reject("guard.action", guard.action, why)
+        if saves is not None and saves.memory_every_steps and supervision is None:
+            why = "is for a run that is supervised, as memory is given back by the supervisor; set supervision"
+            reject("checkpoint.memory_every_steps", saves.memory_every_steps, why)
+        if supervision is not None and supervision.grow_after_steps and saves is None:
+            why = "stops the run at a commit, and none is made; set checkpoint.every_steps, or leave it out"
+            reject("supervision.grow_after_steps", supervision.grow_after_steps, why)
 
     def _check_model(self) -> None:
         layout, vocab = self.layout, self.model.vocab_size
@@ -189,6 +201,19 @@ class Run(Noun):
             reject("data.path", self.data.path, "is for data.source=shards; python-stdlib lies in the cache")
         if self.data.source == "shards" and not self.data.path:
             reject("data.path", "", "must name the directory of the shards where data.source=shards")
+
+
+def require_hardware(recipe: Recipe, cluster: ClusterSpec) -> None:
+    """Reject a precision that the cluster's devices don't have, unless it is emulated."""
+    wanted = recipe.precision
+    if wanted == "fp64" or recipe.emulate_precision or has_hardware(wanted, cluster.device):
+        return
+    known = [each for each in PRECISIONS if each != "fp64" and has_hardware(each, cluster.device)]
+    remedy = f"it may be {', '.join(known)}"
+    if recipe.is_low_precision:
+        remedy += ", or emulated by casts with recipe.emulate_precision=true"
+    message = f"recipe.precision={wanted!r}: {cluster.device.name} has no hardware for it; {remedy}"
+    raise LacksHardware(wanted, message)
 
 
 def require_meaning(recipe: Recipe, model: ModelSpec) -> None:

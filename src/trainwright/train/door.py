@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from trainwright.spec.errors import reject
 from trainwright.spec.model import MoeMlp
+from trainwright.spec.precision import LOW_PRECISION
 from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 from trainwright.spec.schedule import SCHEDULES
@@ -16,7 +17,7 @@ from trainwright.spec.window import StepWindow, require_inside
 WARM_UP = 2
 """Steps that are slower than the rest, and in which memory is looked at (`train/watch.py`)."""
 TRAINED_KERNELS = ("flash", "unfused")
-TRAINED_PRECISIONS = ("bf16", "fp32", "fp64")
+TRAINED_PRECISIONS = ("bf16", "fp32", "fp64", *LOW_PRECISION)
 MOST_BETA2_OF_BF16 = 1 - 2**-8
 """A second moment falls by 1 - beta2 at the most; bf16's spacing is up to 2^-7 of a value, of which half is
 rounded away."""
@@ -49,6 +50,9 @@ def require_trainable(run: Run) -> None:
             f"is not trained yet with schedule={recipe.schedule}, which splits what is in a graph; set it to false"
         )
         reject("recipe.compile", True, why)
+    if recipe.compile and recipe.is_low_precision:
+        why = f"is not trained yet with precision={recipe.precision}, which runs as it is; set it to false"
+        reject("recipe.compile", True, why)
     if recipe.precision not in TRAINED_PRECISIONS:
         known = ", ".join(TRAINED_PRECISIONS)
         reject("recipe.precision", recipe.precision, f"is planned but not trained yet; use {known}")
@@ -67,7 +71,7 @@ def require_trainable(run: Run) -> None:
         why = f"is trained behind shared experts alone, and {run.model.name} has none; set it to false"
         reject("recipe.overlap.ep", True, why)
     if recipe.gradient_format == "bf16":
-        if recipe.precision != "bf16":
+        if recipe.activation_format != "bf16":
             why = f"is not trained yet with precision={recipe.precision}, whose gradients stay so; use fp32"
             reject("recipe.gradient_format", "bf16", why)
         if recipe.zero and layout.dp * layout.cp > recipe.dp_replicate:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.train.loss import (
@@ -32,6 +31,7 @@ from trainwright.train.loss import (
     terms_of,
 )
 from trainwright.train.model.functions import softcapped
+from trainwright.train.model.linear import Linear
 from trainwright.train.parallel.crossing import Crossing
 
 BLOCK_VALUES = 2**18
@@ -54,7 +54,7 @@ class HeadLoss:
     edge: Crossing | None = None
 
     def __call__(
-        self, head: nn.Linear, read: list[torch.Tensor], targets_BS: Sequence[torch.Tensor], scale: float
+        self, head: Linear, read: list[torch.Tensor], targets_BS: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is minimised, `scale` being one over the step's targets, and the summed cross-entropy of the next
         token alone (`loss.loss_of_logits`); both the same on every rank of a tp group.
@@ -70,7 +70,7 @@ class HeadLoss:
         return objective, entropy
 
     def _of_one(
-        self, head: nn.Linear, x_BSD: torch.Tensor, targets_BS: torch.Tensor, scale: float
+        self, head: Linear, x_BSD: torch.Tensor, targets_BS: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.chunks > 1:
             weight_VD, bias_V = _own(head.weight), None if head.bias is None else _own(head.bias)

@@ -1,4 +1,5 @@
-"""What rank 0 writes while a run goes on: metrics.jsonl, TensorBoard scalars, and at the end ledger.jsonl.
+"""What rank 0 writes while a run goes on: metrics.jsonl, TensorBoard scalars, of low-precision layers
+precision.jsonl, and at the end ledger.jsonl.
 (What every rank writes is in `train/telemetry.py`.)
 
 A line (or a TensorBoard record) is written whole or not at all: if the disk fills up in the middle, what was torn
@@ -23,9 +24,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from trainwright.spec.errors import reject
-from trainwright.spec.record import RankRecord, StepRecord, StepSeconds
+from trainwright.spec.record import PrecisionRecord, RankRecord, StepRecord, StepSeconds
 
 METRICS, LEDGER, BOARD = "metrics.jsonl", "ledger.jsonl", "tensorboard"
+PRECISION = "precision.jsonl"
 
 
 class AppendOnly:
@@ -64,15 +66,17 @@ class Journal:
         self._directory = directory
         self._metrics = AppendOnly(directory / METRICS, bytes_of_steps(directory / METRICS, steps_done))
         self._board = AppendOnly(directory / BOARD / f"events.out.tfevents.{int(time.time())}.trainwright")
+        self._precision: AppendOnly | None = None
         self._append_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if steps_done:
             # TensorBoard drops what an earlier file says of later steps.
             started = SessionLog(status=SessionLog.START)
             self._append_event(Event(wall_time=time.time(), step=steps_done + 1, session_log=started))
-        try:
-            (directory / LEDGER).unlink(missing_ok=True)
-        except OSError as error:
-            refuse(directory / LEDGER, error)
+        for name in (LEDGER,) if steps_done else (LEDGER, PRECISION):
+            try:
+                (directory / name).unlink(missing_ok=True)
+            except OSError as error:
+                refuse(directory / name, error)
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +85,8 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._metrics.close()
+        if self._precision is not None:
+            self._precision.close()
         self._board.close()
 
     def step(self, record: StepRecord) -> None:
@@ -95,6 +101,20 @@ class Journal:
         """Scalars of a step's causes."""
         values = [
             Summary.Value(tag=f"seconds/{cause}", simple_value=value) for cause, value in record.seconds.items()
+        ]
+        self._append_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+
+    def precision(self, record: PrecisionRecord) -> None:
+        """Append a line of precision.jsonl, and scalars of each tensor."""
+        if self._precision is None:
+            path = self._directory / PRECISION
+            self._precision = AppendOnly(path, bytes_of_steps(path, record.step - 1))
+        self._precision.append((record.model_dump_json() + "\n").encode())
+        values = [
+            Summary.Value(tag=f"precision/{layer}/{role}/{name}", simple_value=value)
+            for layer, roles in record.layers.items()
+            for role, health in roles.items()
+            for name, value in health.plain().items()
         ]
         self._append_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
 

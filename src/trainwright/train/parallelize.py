@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from trainwright.spec.recipe import Precision
+from trainwright.spec.precision import LOW_PRECISION
 from trainwright.spec.run import Run
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
@@ -43,16 +43,19 @@ from trainwright.train.parallel.sharded import Sharded
 from trainwright.train.parallel.tensor import apply_tensor_parallel, vocabulary_start
 from trainwright.train.parallel.tied import sum_over_ends
 from trainwright.train.parallel.twins import sum_over_twins
+from trainwright.train.precision.apply import LowPrecisionLayers
 
-COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp64": torch.float64,
+    **dict.fromkeys(LOW_PRECISION, torch.bfloat16),
 }
-MASTER_DTYPE: dict[Precision, torch.dtype] = {
+MASTER_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.float32,
     "fp64": torch.float64,
+    **dict.fromkeys(LOW_PRECISION, torch.float32),
 }
 
 
@@ -78,6 +81,7 @@ class Trainer:
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     balance: Balance
+    low_precision: LowPrecisionLayers | None = None
 
     def step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update."""
@@ -122,6 +126,15 @@ class Trainer:
             self.optimizer.step()
             self.data_parallel.after_update()
         self.balance.after_update()
+        if self.low_precision is not None:
+            self.low_precision.after_update()
+
+    def leave_out(self) -> None:
+        """Drop the gradients of a step that is to move nothing."""
+        self.data_parallel.after_update()
+        self.balance.begin_anew()
+        if self.low_precision is not None:
+            self.low_precision.begin_anew()
 
     @property
     def ranks_of_a_stage(self) -> int:
@@ -146,10 +159,15 @@ def _compiler() -> ModuleType:
     return import_module("trainwright.train.parallel.compiled")
 
 
-def parallelize(run: Run, mesh: Mesh, clock: Clock, values: Values = materialize) -> Trainer:
-    """This rank's part of `run`, with initial weights; `values` gives parameters on the meta device others."""
+def parallelize(
+    run: Run, mesh: Mesh, clock: Clock, values: Values = materialize, *, in_float64: bool = False
+) -> Trainer:
+    """This rank's part of `run`, with initial weights; `values` gives parameters on the meta device others.
+    in_float64: all but the operands of low-precision matmuls is float64, for proofs."""
     layout, recipe, spec = run.layout, run.recipe, run.model
     compute, master = COMPUTE_DTYPE[recipe.precision], MASTER_DTYPE[recipe.precision]
+    if in_float64:
+        compute = master = torch.float64
     compiled = _compiler() if recipe.compile else None
     gradient = torch.bfloat16 if recipe.gradient_format == "bf16" else master
 
@@ -187,6 +205,13 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock, values: Values = materialize
         set_routing(piece, recipe)
         apply_choices(piece, mesh, recipe, clock)
         apply_expert_parallel(piece, mesh, recipe, clock)
+
+    # What multiplies in few bits: where the products stand is known now, and nothing wraps them yet.
+    low_precision = None
+    if recipe.low_precision is not None:
+        low_precision = LowPrecisionLayers(recipe, mesh, clock, has_twin=ends + 1 < layout.pp * layout.vpp)
+        for piece in pieces:
+            low_precision.apply(piece, recomputed_blocks(piece, recipe))
 
     dropping = None
     if recipe.dropout:
@@ -260,7 +285,7 @@ def parallelize(run: Run, mesh: Mesh, clock: Clock, values: Values = materialize
         sequence_parallel=recipe.sequence_parallel and layout.tp > 1,
         overlap=recipe.overlap.pp,
         loss=loss,
-        dropping=dropping,
+        told=[each for each in (dropping, low_precision and low_precision.under_way) if each is not None],
     )
     optimizer = optimizer_of(recipe.optimizer, data_parallel.parameters(), gradient)
-    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer, balance)
+    return Trainer(run, mesh, clock, pieces, data_parallel, pipeline, optimizer, balance, low_precision)

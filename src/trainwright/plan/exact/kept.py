@@ -47,7 +47,7 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
             continue
         for each in piece.operations:
             for place, saved in enumerate(each.saved):
-                if saved.dropped_by & marks:
+                if not saved.is_kept(marks):
                     continue
                 size = whole(saved.bytes)
                 if saved.of_vocabulary:
@@ -62,6 +62,8 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
 
 
 def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
+    if saved.is_quantized:
+        return "quantized"
     if isinstance(each, AttentionCore):
         return "attention's core"
     if isinstance(each, Matmul) and each.gradients_in_forward:

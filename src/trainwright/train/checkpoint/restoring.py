@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from trainwright.train.checkpoint.manifest import Damaged, Manifest, Piece
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.state import (
+    FALLEN,
+    HISTORY,
     Held,
     blocks_of_moment,
     held_weights,
@@ -40,6 +42,9 @@ class Source:
         for part in manifest.parts:
             for piece in part.pieces:
                 self._pieces.setdefault(piece.tensor, []).append(piece)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
 
     def pieces_of(self, name: str) -> list[Piece]:
         return self._pieces.get(name, [])
@@ -103,7 +108,7 @@ def restore(trainer: Trainer, reader: Reader, manifest: Manifest) -> None:
     """Give a trainer the state of a commit. Where it raises `Damaged`, some tensors have it and some don't."""
     source = Source(reader, manifest)
     _fill_each(source, held_weights(trainer))
-    make_moments(trainer, manifest.step)
+    make_moments(trainer, manifest.step - manifest.guard.skipped)
     for name, parameter, moments in kept_moments(trainer):
         for kind, values in moments.items():
             if f"{kind}_scale" in moments:
@@ -111,10 +116,15 @@ def restore(trainer: Trainer, reader: Reader, manifest: Manifest) -> None:
             elif not kind.endswith("_scale"):
                 _fill_each(source, blocks_of_moment(name, parameter, kind, values))
     trainer.data_parallel.after_update()
+    if trainer.low_precision is not None:
+        trainer.low_precision.restored()
 
 
 def _fill_each(source: Source, held: Iterable[Held]) -> None:
     for each in held:
+        if each.name.endswith((f".{HISTORY}", f".{FALLEN}")) and not source.has(each.name):
+            each.values.zero_()
+            continue
         source.fill(each)
 
 

@@ -1,5 +1,5 @@
-"""This rank's blocks of the whole state: weights, moments and balance biases, by their names in the whole model
-and their places in whole tensors.
+"""This rank's blocks of the whole state: weights, moments, balance biases and histories of largest values, by
+their names in the whole model and their places in whole tensors.
 
 Weights are what the optimizer moves: fp32 masters where the run computes in bf16. Moments of a weight are
 `NAME:first` and `NAME:second`. Moments in int8 have a scale for every 256 values of a rank's block, and so are
@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from trainwright.train.checkpoint.headers import slices_text
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.initialize import global_name
 from trainwright.train.moments import BLOCK
@@ -22,6 +23,12 @@ from trainwright.train.updates import Updates
 
 OF_ADAMW = {"first": "exp_avg", "second": "exp_avg_sq"}
 """PyTorch's names of AdamW's moments."""
+
+HISTORY = "amax_history"
+"""Of a layer whose scales come from past steps: input, weight and gradient, the newest step first. A commit of a
+run without such scales has none, and a run that begins with it has no past."""
+FALLEN = "in_activation_format"
+"""1 of a layer that has fallen back to it, where a recipe lets layers do so."""
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a block in a whole tensor."""
@@ -55,7 +62,8 @@ def held_blocks(trainer: Trainer) -> Iterator[Held]:
 
 
 def held_weights(trainer: Trainer) -> Iterator[Held]:
-    """Weights, and the biases that steer the choice of experts."""
+    """Weights, and what else decides a step: the biases that steer the choice of experts, and the largest values
+    of past steps that scales are made from."""
     for name, parameter in trainer.data_parallel.parameters():
         start, _ = place_of(parameter)
         local = local_of(parameter)
@@ -65,6 +73,12 @@ def held_weights(trainer: Trainer) -> Iterator[Held]:
             bias = mixture.balance_bias
             if bias is not None:
                 yield Held(f"{name}.balance_bias", tuple(bias.shape), (0,) * bias.ndim, bias)
+    if trainer.low_precision is not None:
+        for name, delayed in trainer.low_precision.delayed.items():
+            history_RH = delayed.history_RH
+            yield Held(f"{name}.{HISTORY}", tuple(history_RH.shape), (0, 0), history_RH)
+        for name, has in trainer.low_precision.fallen.items():
+            yield Held(f"{name}.{FALLEN}", (1,), (0,), has)
 
 
 def kept_moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
@@ -94,11 +108,6 @@ def blocks_of_moment(name: str, parameter: torch.Tensor, kind: str, values: torc
 def name_of_scale(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """Of the scales of a block's moment."""
     return f"{name}@{slices_text(start, shape)}"
-
-
-def slices_text(start: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """`0:16,32:64`: a block's rows and columns in the whole."""
-    return ",".join(f"{first}:{first + size}" for first, size in zip(start, shape, strict=True))
 
 
 def place_of(tensor: torch.Tensor) -> Place:

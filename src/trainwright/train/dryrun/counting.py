@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_leaves
 from trainwright.train.dryrun.fabric import value_of
 from trainwright.train.instrument import LiveBytes
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.precision.arithmetic import Arithmetic
+from trainwright.train.precision.largest import Delayed
+from trainwright.train.precision.shared import HeldWeight
 from trainwright.train.trace.places import Places
 
 FORWARD_KERNELS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
@@ -54,15 +57,21 @@ GATHERED = "gathered"
 """In the place of an operator: what FSDP2 gathers, and keeps until it is given back."""
 
 
-GATHERS = (
-    (FSDPParamGroup, "lazy_init"),
-    (FSDPParamGroup, "unshard"),
-    (FSDPParamGroup, "wait_for_unshard"),
-)
-"""Where FSDP2 gathers; before it gathers any, it pads its shards at the first step."""
+SCALE_BYTES = 4
+HELD, QUANTIZED = "held", "quantized"
+"""And in that of what rounds a weight for the whole step or looks at past ones, and of what rounds an input."""
 
-PLANS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
-"""Where DTensor tries an operator out, without numbers."""
+DOES: tuple[tuple[type, str, str], ...] = (
+    (FSDPParamGroup, "lazy_init", GATHERED),
+    (FSDPParamGroup, "unshard", GATHERED),
+    (FSDPParamGroup, "wait_for_unshard", GATHERED),
+    (HeldWeight, "of", HELD),
+    (Delayed, "of", HELD),
+    (Arithmetic, "rounded", QUANTIZED),
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached", "plans"),
+)
+"""Where those are done; before FSDP2 gathers any, it pads its shards at the first step. And where DTensor tries an
+operator out, without numbers."""
 
 INPUT = SavedKey("", "input", True)
 """What came from the stage before."""
@@ -94,7 +103,7 @@ class Counting(LiveBytes):
         self._output_key: int | None = None
         self._is_floating, self._is_number = True, False
         self._does: Counter[str] = Counter()
-        """How deep FSDP2 is in what `GATHERS`, and DTensor in what it `PLANS`."""
+        """How deep the program is in what is listed in `DOES`."""
         self._pieces: tuple[Transformer, ...] = ()
         super().__init__(storages)
 
@@ -117,7 +126,7 @@ class Counting(LiveBytes):
 
         self._pieces = tuple(pieces)
         hooks = [piece.register_forward_hook(passed) for piece in pieces]
-        plain = [(owner, name, getattr(owner, name)) for owner, name in (*GATHERS, PLANS)]
+        plain = [(owner, name, does, getattr(owner, name)) for owner, name, does in DOES]
 
         def known(does: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -129,12 +138,12 @@ class Counting(LiveBytes):
 
             return wrapped
 
-        for owner, name, function in plain:
-            setattr(owner, name, known("plans" if (owner, name) == PLANS else "gathers", function))
+        for owner, name, does, function in plain:
+            setattr(owner, name, known(does, function))
         try:
             yield
         finally:
-            for owner, name, function in plain:
+            for owner, name, _, function in plain:
                 setattr(owner, name, function)
             for hook in hooks:
                 hook.remove()
@@ -157,6 +166,8 @@ class Counting(LiveBytes):
         self._act, self._most = name, self.bytes
 
     def _save(self, maker: SavedKey, key: int) -> None:
+        if maker.operator == QUANTIZED and self._bytes_of[key] <= SCALE_BYTES:
+            return  # A scale of a whole tensor (`spec.left_out`).
         self._saved.append((maker, self._bytes_of[key], self._references[key]))
 
     def _let_go(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -176,7 +187,7 @@ class Counting(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._does["plans"]:
             return func(*args, **(kwargs or {}))
-        self._operator = func._opname if not self._does["gathers"] else GATHERED
+        self._operator = self._stands_in_for(func._opname)
         if self._fake is None and "c10d" in func.namespace:
             tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             keys = {each.untyped_storage()._cdata for each in tensors} - self._born.keys()
@@ -219,8 +230,11 @@ class Counting(LiveBytes):
         super()._watch(storage)
         self._most = max(self._most, self.bytes)
         if is_new and self._act is not None:
-            operator = GATHERED if self._does["gathers"] else self._operator
+            operator = self._stands_in_for(self._operator)
             self._born[key] = SavedKey(self._places.module, operator, self._is_floating, self._is_number)
+
+    def _stands_in_for(self, operator: str) -> str:
+        return next((does for does in (GATHERED, HELD, QUANTIZED) if self._does[does]), operator)
 
 
 def flops_of(name: str, args: Any, kwargs: Any) -> int:

@@ -16,6 +16,7 @@ from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
 from trainwright.train.dryrun.fabric import even_choice
+from trainwright.train.dryrun.precision import round_nothing
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
@@ -33,6 +34,7 @@ def fake_trainer(run: Run, mesh: Mesh, mode: FakeTensorMode) -> Trainer:
     """This rank's trainer; call it outside of `mode`."""
     trainer = parallelize(run, mesh, Clock(), partial(_fake_values, mode))
     choose_evenly(trainer)
+    round_nothing(trainer, mode)
     return trainer
 
 

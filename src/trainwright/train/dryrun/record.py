@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainwright.spec.counts import ActBytes, CollectiveCount, Counts, FlopsCount, SavedCount, part_of
 from trainwright.spec.run import Run
 from trainwright.train.data import Batch
-from trainwright.train.dryrun.counting import GATHERED, INPUT, Counting, SavedKey
+from trainwright.train.dryrun.counting import GATHERED, HELD, INPUT, QUANTIZED, Counting, SavedKey
 from trainwright.train.dryrun.fabric import Fabric, fake_world
 from trainwright.train.dryrun.passes import extended
 from trainwright.train.dryrun.program import begin, fake_batch, fake_mode, fake_trainer
@@ -132,6 +132,8 @@ def _collectives(recorder: Recorder) -> tuple[CollectiveCount, ...]:
 def _saved(counting: Counting, *, in_chunks: bool) -> tuple[SavedCount, ...]:
     found: Counter[tuple[str, str, str]] = Counter()
     for key, size in counting.saved_bytes().items():
+        if key.operator == HELD:
+            continue  # A state, which was made in this act.
         part = part_of(key.where)
         found[tensors_of(part, key, in_chunks=in_chunks), part, key.operator] += size
     return tuple(
@@ -171,6 +173,8 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     """What a part has made, as planner and program both name it (`spec.counts.Tensors`)."""
     if key.operator == GATHERED:
         return "gathered parameters"
+    if key.operator == QUANTIZED:
+        return "quantized"
     if key == INPUT:
         return "residual stream"
     if not key.is_floating:

@@ -19,6 +19,7 @@ from torch import nn
 from trainwright.spec.model import ModelSpec, MoeMlp
 from trainwright.spec.recipe import Recipe
 from trainwright.train.model.functions import ACTIVATIONS, Activation, clamped_swiglu
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.routing import (
     balance_loss,
     chosen_experts,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 ALIGNED_BYTES = 16
 """Of the rows of what PyTorch's grouped matmul reads."""
 GROUPED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From rows (R, in), stacked weights (X, out, in) and how many rows are each expert's (X) to (R, out)."""
 
 
 class Weights(NamedTuple):
@@ -56,6 +61,8 @@ class Experts(nn.Module):
         experts, d_ff, d_model = mlp.num_experts, mlp.d_ff, spec.d_model
         self.activation = mlp.activation
         self.grouped = True
+        self.products: dict[str, GroupedProduct] = {}
+        """In the place of PyTorch's matmuls, by the name of the weight."""
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape))
@@ -76,10 +83,10 @@ class Experts(nn.Module):
         self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor, weights: Weights
     ) -> torch.Tensor:
         """The same with these weights, which are the module's or a rank's part of them."""
-        up_RF = self._matmul(row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
+        up_RF = self._matmul("up", row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
         gate_RF = None
         if weights.gate_XFD is not None:
-            gate_RF = self._matmul(row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
+            gate_RF = self._matmul("gate", row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
         out_RD = self.contract(up_RF, gate_RF, weight_R, count_X, weights.down_XDF)
         if weights.down_bias_XD is not None:
             bias_RD = weights.down_bias_XD.repeat_interleave(count_X, dim=0)
@@ -100,12 +107,19 @@ class Experts(nn.Module):
             inner_RF = clamped_swiglu(gate_RF, up_RF) * weight_R.unsqueeze(-1).to(up_RF.dtype)
         else:
             inner_RF = _Weighted.apply(up_RF, gate_RF, weight_R, ACTIVATIONS[self.activation])  # pyright: ignore[reportAssignmentType]
-        return self._matmul(inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
+        return self._matmul("down", inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
 
     def _matmul(
-        self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None, count_X: torch.Tensor
+        self,
+        name: str,
+        row_RI: torch.Tensor,
+        weight_XOI: torch.Tensor,
+        bias_XO: torch.Tensor | None,
+        count_X: torch.Tensor,
     ) -> torch.Tensor:
-        if self.grouped and _has_kernel(row_RI, weight_XOI):
+        if name in self.products:
+            out_RO = self.products[name](row_RI, weight_XOI, count_X)
+        elif self.grouped and _has_kernel(row_RI, weight_XOI):
             ends_X = count_X.cumsum(0).to(torch.int32)
             out_RO = F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)
         else:
@@ -163,10 +177,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, mlp: MoeMlp, shared: "Mlp | None") -> None:
         super().__init__()
         self.mlp = mlp
-        self.router = nn.Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
+        self.router = Linear(spec.d_model, mlp.num_experts, bias=mlp.router_bias)
         self.experts = Experts(spec, mlp)
         self.shared = shared
-        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
+        self.shared_gate = Linear(spec.d_model, 1, bias=False) if mlp.shared_gate and shared else None
         self.register_buffer("balance_bias", torch.zeros(mlp.num_experts) if mlp.balance_bias else None)
         self.register_buffer("load_X", torch.zeros(mlp.num_experts, dtype=torch.int64), persistent=False)
         self.choose: Callable[[torch.Tensor, torch.Tensor | None, MoeMlp], torch.Tensor] = chosen_experts

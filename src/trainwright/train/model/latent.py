@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.spec.model import LatentAttention, ModelSpec
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.rotary import Rotary, sharpened
 
@@ -36,14 +37,14 @@ class Latent(nn.Module):
         self.scale = 1 / math.sqrt(self.d_nope + self.d_rope) * sharpened(spec.rope.scaling if spec.rope else None)
         self.query_down = self.query_norm = None
         if attention.q_lora_rank is not None:
-            self.query_down = nn.Linear(spec.d_model, attention.q_lora_rank, bias=False)
+            self.query_down = Linear(spec.d_model, attention.q_lora_rank, bias=False)
             self.query_norm = latent_norm(spec, attention.q_lora_rank)
         d_query_in = attention.q_lora_rank or spec.d_model
-        self.query = nn.Linear(d_query_in, heads * (self.d_nope + self.d_rope), bias=False)
-        self.latent = nn.Linear(spec.d_model, self.d_latent + self.d_rope, bias=False)
+        self.query = Linear(d_query_in, heads * (self.d_nope + self.d_rope), bias=False)
+        self.latent = Linear(spec.d_model, self.d_latent + self.d_rope, bias=False)
         self.latent_norm = latent_norm(spec, self.d_latent)
-        self.key_value = nn.Linear(self.d_latent, heads * (self.d_nope + self.d_value), bias=False)
-        self.out = nn.Linear(heads * self.d_value, spec.d_model, bias=False)
+        self.key_value = Linear(self.d_latent, heads * (self.d_nope + self.d_value), bias=False)
+        self.out = Linear(heads * self.d_value, spec.d_model, bias=False)
         self.core = core
 
     def forward(

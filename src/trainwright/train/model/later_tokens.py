@@ -18,6 +18,7 @@ from torch import nn
 
 from trainwright.spec.model import ModelSpec
 from trainwright.train.model.layers import Layer
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.rotary import Rotary
 
@@ -29,7 +30,7 @@ class LaterToken(nn.Module):
         super().__init__()
         self.hidden_norm = Norm(spec, spec.d_model)
         self.token_norm = Norm(spec, spec.d_model)
-        self.join = nn.Linear(2 * spec.d_model, spec.d_model, bias=False)
+        self.join = Linear(2 * spec.d_model, spec.d_model, bias=False)
         self.layer = Layer(spec, spec.layers[-1])
         self.norm = Norm(spec, spec.d_model)
 

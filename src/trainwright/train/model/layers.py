@@ -12,6 +12,7 @@ from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, M
 from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.functions import ACTIVATIONS, clamped_swiglu, gated
 from trainwright.train.model.latent import Latent
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.rotary import Rotary
 from trainwright.train.model.scores import attention_with_sinks, capped_attention
@@ -72,10 +73,10 @@ class Attention(nn.Module):
         self.sliding_window = attention.sliding_window
         self.scale = attention.query_scale
         self.softcap = attention.logit_softcap
-        self.query = nn.Linear(spec.d_model, heads * d_head, bias=attention.qkv_bias)
-        self.key = nn.Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
-        self.value = nn.Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
-        self.out = nn.Linear(heads * d_head, spec.d_model, bias=attention.out_bias)
+        self.query = Linear(spec.d_model, heads * d_head, bias=attention.qkv_bias)
+        self.key = Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
+        self.value = Linear(spec.d_model, kv_heads * d_head, bias=attention.qkv_bias)
+        self.out = Linear(heads * d_head, spec.d_model, bias=attention.out_bias)
         self.normed_over = attention.qk_norm
         whole = attention.qk_norm == "all_heads"
         self.query_norm = self.key_norm = None
@@ -115,9 +116,9 @@ class Mlp(nn.Module):
     def __init__(self, spec: ModelSpec, mlp: DenseMlp) -> None:
         super().__init__()
         self.activation = mlp.activation
-        self.gate = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias) if mlp.gated else None
-        self.up = nn.Linear(spec.d_model, mlp.d_ff, bias=mlp.bias)
-        self.down = nn.Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
+        self.gate = Linear(spec.d_model, mlp.d_ff, bias=mlp.bias) if mlp.gated else None
+        self.up = Linear(spec.d_model, mlp.d_ff, bias=mlp.bias)
+        self.down = Linear(mlp.d_ff, spec.d_model, bias=mlp.bias)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         return self.contract(*self.expand(x_BSD))

@@ -17,6 +17,7 @@ from trainwright.spec.model import ModelSpec
 from trainwright.train.model.functions import softcapped
 from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Layer, Norm
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.rotary import Rotary
 
 
@@ -61,7 +62,7 @@ class Transformer(nn.Module):
         self.positions = Positions(spec) if self.is_first and spec.learned_positions else None
         self.layers = nn.ModuleDict({str(number): Layer(spec, spec.layers[number]) for number in layers})
         self.norm = Norm(spec, spec.d_model) if self.is_last else None
-        self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
+        self.head = Linear(spec.d_model, spec.vocab_size, bias=spec.head_bias) if self.is_last else None
         depth = spec.mtp_depth if self.is_last else 0
         self.later = nn.ModuleDict({str(number): LaterToken(spec) for number in range(depth)})
         self.rotary = None if spec.rope is None else Rotary(spec.rope)
@@ -91,7 +92,7 @@ class Transformer(nn.Module):
         x: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
         later_BS: Sequence[torch.Tensor] = (),
-        loss: Callable[[nn.Linear, list[torch.Tensor]], Any] | None = None,
+        loss: Callable[[Linear, list[torch.Tensor]], Any] | None = None,
     ) -> Any:
         """documents_BS: the number of each token's document, where tokens see their own alone. later_BS: for each
         module of multi-token prediction the token that stands so much further on (`later_tokens.shifted`). With

@@ -10,7 +10,7 @@ Two acts that are paired are run one after the other: what the first one sends l
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from trainwright.train.model.transformer import Transformer
 from trainwright.train.parallel.gradients import DataParallel
 from trainwright.train.parallel.transfers import Handover, Program, Transfer, programs
 from trainwright.train.parallel.weight_gradients import WeightGradients
+from trainwright.train.precision.arithmetic import UnderWay
 
 Place = tuple[int, int]
 """(microbatch, chunk)."""
@@ -64,7 +65,7 @@ class Pipeline:
     """Runs `rows[pp_rank]` over `pieces`, chunk c being pieces[c] and stage placement[pp_rank][c].
 
     `activation_dtype` is what travels between stages, (micro_batch, positions of this rank, d_model);
-    `loss` is what the last stage ends with; `dropping` is told which sequences are under way.
+    `loss` is what the last stage ends with; `told` are told which sequences are under way.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Pipeline:
         sequence_parallel: bool,
         overlap: bool,
         loss: HeadLoss,
-        dropping: Dropping | None,
+        told: Sequence[Dropping | UnderWay],
     ) -> None:
         self._pieces, self._mesh, self._data_parallel, self._clock = pieces, mesh, data_parallel, clock
         own = mesh.coordinate.pp
@@ -91,7 +92,7 @@ class Pipeline:
         self._split = {(act.microbatch, act.chunk) for act in rows[own] if act.kind == "I"}
         self._activation_dtype, self._overlap = activation_dtype, overlap
         self._position_cut = mesh.layout.cp * (mesh.layout.tp if sequence_parallel else 1)
-        self._loss, self._dropping = loss, dropping
+        self._loss, self._told = loss, told
 
     @contextmanager
     def shortened(self, passes: int) -> Iterator[None]:
@@ -128,6 +129,7 @@ class Pipeline:
             elif step.kind == "F":
                 self._forward(step, state, batch)
             elif step.kind == "W":
+                self._tell(step, batch)
                 self._weight_gradient(step, state)
             else:
                 self._backward(step, state, batch)
@@ -184,8 +186,8 @@ class Pipeline:
 
     def _tell(self, act: Act, batch: Batch) -> None:
         """Before every act that runs layers, or runs them again."""
-        if self._dropping is not None:
-            self._dropping.samples_B = batch.samples_B(act.microbatch)
+        for each in self._told:
+            each.samples_B = batch.samples_B(act.microbatch)
 
     def _weight_gradient(self, act: Act, state: InFlight) -> None:
         place = (act.microbatch, act.chunk)

@@ -27,6 +27,7 @@ from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.latent import Latent
 from trainwright.train.model.later_tokens import LaterToken
 from trainwright.train.model.layers import Attention, Layer, Mlp
+from trainwright.train.model.linear import Linear
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Positions, Transformer
 from trainwright.train.parallel.crossing import Crossing
@@ -150,36 +151,40 @@ def _between(block: nn.Module, crossing: Crossing) -> None:
     _replace(block, lambda x_BSD, *others: crossing.around(plain, x_BSD, *others))
 
 
-def _cut_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
+def _cut_columns(linear: Linear, mesh: DeviceMesh) -> None:
     _distribute(linear, mesh, weight=COLUMNS, bias=Shard(0))
-    _replace(linear, lambda x: F.linear(x, _part(linear.weight), _part_or_none(linear.bias)))
+    _replace(linear, lambda x: linear.product(x, _part(linear.weight), _part_or_none(linear.bias)))
 
 
-def _cut_rows(linear: nn.Linear, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
+def _cut_rows(linear: Linear, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     _distribute(linear, mesh, weight=ROWS, bias=WHOLE)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y_BSD = crossing.leave(F.linear(x, _part(linear.weight)))
+        y_BSD = crossing.leave(linear.product(x, _part(linear.weight), None))
         bias_D = _part_or_none(linear.bias, outside)
         return y_BSD if bias_D is None else y_BSD + bias_D
 
     _replace(linear, forward)
 
 
-def _keep_whole(linear: nn.Linear, mesh: DeviceMesh, gradient: Placement) -> None:
+def _keep_whole(linear: Linear, mesh: DeviceMesh, gradient: Placement) -> None:
     """A projection that every rank has whole."""
     _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
-    _replace(linear, lambda x: F.linear(x, _part(linear.weight, gradient), _part_or_none(linear.bias, gradient)))
+    _replace(
+        linear, lambda x: linear.product(x, _part(linear.weight, gradient), _part_or_none(linear.bias, gradient))
+    )
 
 
-def _keep_one_head(linear: nn.Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> None:
+def _keep_one_head(linear: Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> None:
     """A key or value projection with fewer heads than ranks."""
     _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
     first = mesh.get_local_rank() * num_heads // mesh.size() * d_head
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = _part(linear.weight, Partial()), _part_or_none(linear.bias, Partial())
-        return F.linear(x, weight[first : first + d_head], None if bias is None else bias[first : first + d_head])
+        return linear.product(
+            x, weight[first : first + d_head], None if bias is None else bias[first : first + d_head]
+        )
 
     _replace(linear, forward)
 

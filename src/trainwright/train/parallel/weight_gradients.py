@@ -16,12 +16,19 @@ graph alive until the second act; that frees nothing, and finds parameters resha
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+
+from trainwright.train.model.linear import Product
+from trainwright.train.precision.linear import LowPrecision
+
+InputGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From an output's gradient and the weight to the input's gradient."""
 
 
 class WeightGradients(TorchFunctionMode):
@@ -34,15 +41,24 @@ class WeightGradients(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
+            return self._linear(F.linear, torch.matmul, *args, **(kwargs or {}))
+        if isinstance(func, LowPrecision):
+            return self._linear(func, func.input_gradient, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _linear(
+        self,
+        product: Product,
+        input_gradient: InputGradient,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-            return F.linear(x, weight, bias)
-        y = F.linear(x.detach(), weight, bias)
+            return product(x, weight, bias)
+        y = product(x.detach(), weight, bias)
         return _InputGradient.apply(  # pyright: ignore[reportReturnType]
-            x, weight.detach(), y.detach(), get_gradient_edge(y), self
+            x, weight.detach(), y.detach(), get_gradient_edge(y), input_gradient, self
         )
 
     def wait(self, product: GradientEdge, gradient: torch.Tensor) -> None:
@@ -66,14 +82,15 @@ class _InputGradient(torch.autograd.Function):
         weight: torch.Tensor,
         y: torch.Tensor,
         product: GradientEdge,
+        input_gradient: InputGradient,
         weight_gradients: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.product, ctx.weight_gradients = product, weight_gradients
+        ctx.product, ctx.input_gradient, ctx.weight_gradients = product, input_gradient, weight_gradients
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         ctx.weight_gradients.wait(ctx.product, gradients[0])
-        return gradients[0] @ weight, None, None, None, None
+        return ctx.input_gradient(gradients[0], weight), None, None, None, None, None

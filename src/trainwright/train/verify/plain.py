@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from trainwright.spec.layout import Layout
 from trainwright.spec.run import Run
+from trainwright.train.clock import Clock
 from trainwright.train.data import IGNORED
 from trainwright.train.loss import summed_cross_entropy
+from trainwright.train.mesh import Mesh
 from trainwright.train.model.dropout import Dropping, drop_branches, use_unfused_cores
 from trainwright.train.model.experts import mixtures, set_routing
 from trainwright.train.model.initialize import initial_value
@@ -22,6 +25,7 @@ from trainwright.train.model.later_tokens import shifted
 from trainwright.train.model.routing import moved_bias
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import is_decayed
+from trainwright.train.precision.apply import LowPrecisionLayers
 from trainwright.train.updates import MUON_MOMENTUM, RMS_OF_ADAMW, orthogonalized
 
 
@@ -48,11 +52,17 @@ class PlainStep:
 
 
 class PlainProgram:
-    """The run as a program for one device; `step` by step."""
+    """The run as a program for one device; `step` by step. In a run with low-precision matmuls their operands have
+    few bits, and all else is float64."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.model = plain_model(run, torch.float64)
+        self._low_precision = None
+        if run.recipe.low_precision is not None:
+            alone = run.recipe.changed(zero=0, dp_replicate=1)
+            self._low_precision = LowPrecisionLayers(alone, Mesh(Layout(), 0, torch.device("cpu")), Clock())
+            self._low_precision.apply(self.model, frozenset())
         self._dropping = Dropping(run.recipe.dropout, run.recipe.seed, torch.zeros(1, dtype=torch.int64))
         if run.recipe.dropout:
             use_unfused_cores(self.model, self._dropping)
@@ -82,6 +92,8 @@ class PlainProgram:
         recipe = self._run.recipe
         for number, inputs_S, targets_S, documents_S in samples:
             self._dropping.samples_B = torch.tensor([number])
+            if self._low_precision is not None:
+                self._low_precision.under_way.samples_B = torch.tensor([number])
             documents_BS = None if documents_S is None else documents_S[None]
             depth = self._run.model.mtp_depth
             later_BS = [shifted(inputs_S[None], further, filler=0) for further in range(1, depth + 1)]
@@ -106,6 +118,8 @@ class PlainProgram:
             group["lr"] = lr
         self._optimizer.step()
         self._muon(lr)
+        if self._low_precision is not None:
+            self._low_precision.after_update()
         weights = {name: each.detach().clone() for name, each in [*named, *self._moved_biases()]}
         return PlainStep(float(loss.detach()), float(norm), gradients, weights)
 

@@ -1,0 +1,107 @@
+"""Low-precision matmuls in every layout: the same codes, scales, losses and gradients as the plain model's, whose
+matmuls have the same operands; all else is float64.
+
+Widths are multiples of the recipe's blocks on every rank, so that no block is cut by the layout. `CUT` has the
+layouts that cut some.
+"""
+
+from typing import Any
+
+PRECISIONS = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
+WIDE = {"d_model": 256}
+ATTENTION = {"num_heads": 4, "num_kv_heads": 4, "d_head": 64}
+MOE = {"kind": "moe", "num_experts": 4, "top_k": 2, "d_ff": 128, "d_ff_shared": 128}
+MLA = {
+    "kind": "mla",
+    "num_heads": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "d_nope": 64,
+    "d_rope": 64,
+    "d_value": 128,
+}
+
+
+def case(precision: str, recipe: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    model = {**WIDE, **fields.pop("model", {})}
+    return {
+        "attention": fields.pop("attention", ATTENTION),
+        "mlp": fields.pop("mlp", {"d_ff": 512}),
+        "model": model,
+        "recipe": {
+            "precision": precision,
+            "emulate_precision": True,
+            "seq_len": 256,
+            "global_batch": 2,
+            **(recipe or {}),
+        },
+        **fields,
+    }
+
+
+def moe(precision: str, recipe: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return case(precision, recipe, mlp=MOE, **fields)
+
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        **{precision: case(precision) for precision in PRECISIONS},
+        "nvfp4, full recompute": case("nvfp4", {"recompute": "full"}),
+        "full recompute": case("fp8-block", {"recompute": "full"}),
+        "selective recompute": case(
+            "fp8-block", {"recompute": "selective", "recompute_ops": ["attention", "norm", "activation"]}
+        ),
+        **{f"experts, {precision}": moe(precision) for precision in PRECISIONS},
+        "latents": case("fp8-block", attention=MLA),
+        "later tokens": case("fp8-current", model={"mtp_depth": 1}),
+        "recomputed mlp": case("fp8-block", {"recompute": "selective", "recompute_ops": ["mlp"]}),
+    },
+    2: {
+        **{
+            f"{axis} 2, {precision}": case(precision, {"seq_len": 512 if axis == "cp" else 256}, **{axis: 2})
+            for axis in ("dp", "tp", "pp", "cp")
+            for precision in PRECISIONS
+            # A row that is cut, of widths or of positions, has two scales.
+            if axis in ("dp", "pp") or precision != "fp8-rowwise"
+        },
+        "dp 2, nvfp4": case("nvfp4", dp=2),
+        "pp 2, nvfp4, zb_h1": case("nvfp4", {"schedule": "zb_h1"}, pp=2),
+        "experts, dp 2, nvfp4, zero 1": moe("nvfp4", {"zero": 1}, dp=2),
+        "dp 2, zero 3": case("fp8-block", {"zero": 3}, dp=2),
+        "dp 2, zero 2, full recompute": case("fp8-delayed", {"zero": 2, "recompute": "full"}, dp=2),
+        "tp 2, full recompute": case("fp8-block", {"recompute": "full"}, tp=2),
+        "tp 2, whole sequences": case("fp8-current", {"sequence_parallel": False}, tp=2),
+        "cp 2, ring": case("fp8-block", {"cp_method": "ring", "seq_len": 512}, cp=2),
+        "experts, pp 2": moe("fp8-block", pp=2),
+        "experts, dp 2, zero 3": moe("fp8-block", {"zero": 3}, dp=2),
+        "experts, tp 2": moe("fp8-current", tp=2),
+        "experts, tp 2, ep 2": moe("fp8-delayed", tp=2, ep=2),
+        "experts of others, tp 2, ep 2": moe("fp8-current", tp=2, ep=2),
+        "experts, tp 2, etp 2": moe("fp8-current", tp=2, etp=2),
+        "latents, cp 2": case("fp8-block", {"seq_len": 512}, attention=MLA, cp=2),
+        "later tokens, tp 2": case("fp8-current", model={"mtp_depth": 1}, tp=2),
+        "pp 2, zb_h1": case("fp8-block", {"schedule": "zb_h1"}, pp=2),
+        "pp 2, zb_v": case("fp8-current", {"schedule": "zb_v"}, pp=2, vpp=2),
+        "pp 2, dualpipe_v": case("fp8-delayed", {"schedule": "dualpipe_v", "global_batch": 4}, pp=2, vpp=2),
+    },
+    4: {
+        "tp 2, pp 2": case("fp8-block", tp=2, pp=2),
+        "tp 2, dp 2, zero 3": case("fp8-current", {"zero": 3}, tp=2, dp=2),
+        "cp 2, dp 2, zero 2": case("fp8-delayed", {"zero": 2, "seq_len": 512}, cp=2, dp=2),
+        "experts, tp 2, ep 2, pp 2": moe("fp8-current", tp=2, ep=2, pp=2),
+    },
+}
+
+CUT: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "rows, tp 2": case("fp8-rowwise", tp=2),
+        "rows, cp 2": case("fp8-rowwise", cp=2),
+        "weights' blocks, tp 2": case("fp8-block", attention={**ATTENTION, "num_kv_heads": 2}, tp=2),
+        "positions' tiles, cp 2": case("fp8-block", cp=2),
+        "experts' rows, dp 2, ep 2": moe("fp8-block", dp=2, ep=2),
+        "experts' rows, tp 2": moe("fp8-block", tp=2),
+        "experts of two microbatches, dp 2, ep 2": moe("fp8-current", dp=2, ep=2),
+        "latents' gradients, tp 2": case("fp8-block", attention=MLA, tp=2),
+    },
+}
+"""Where a layout cuts blocks, what shares a scale is another set of values, and rounding is another."""
