@@ -1,6 +1,7 @@
 """Layers with operands of few bits: what they compute, keep, tell, and do when a scale saturates.
 
-That layouts agree is in the parity cases (`parity_precision.py`), that counts are the planner's in `test_exact.py`.
+That layouts agree is in the parity cases (`parity_precision.py`), that counts are the planner's in
+`test_exact.py`.
 """
 
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 from example import example_batches, example_run, part_of
 from parity_precision import case
 
+from trainwright.plan.memory_over_time import memory_over_time
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.recipe import PRECISIONS
@@ -110,6 +112,18 @@ def test_a_weight_is_rounded_again_after_an_update() -> None:
     trainer = trainer_of(case("fp8-block", {"optimizer": {"lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}))
     first, second = step(trainer), step(trainer)
     assert second < first
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_the_ledger_has_the_casts_that_are_held(precision: str) -> None:
+    """As the planner's parameters have: each weight twice in few bits, beside its copy and its master."""
+    trainer = trainer_of(case(precision))
+    without = trainer.held_bytes()["parameters"]
+    step(trainer)
+    held = trainer.held_bytes()["parameters"]
+    assert held > 1.1 * without
+    predicted = memory_over_time(trainer.run).ranks[0].bytes["parameters"][-1]
+    assert held == pytest.approx(predicted, rel=1e-3)
 
 
 def test_scales_of_past_steps() -> None:

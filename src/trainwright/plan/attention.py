@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.plan.agreement import ALONG_INPUT, OF_LATENTS, agreements
 from trainwright.plan.linear import NORM, casts, of, projection, quantized
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
@@ -63,7 +64,15 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     cast = (quantized(table, table.tokens, widths.out, FULL),) if copied else ()
     out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
     turned = (rotary,) if table.model.rope is not None else ()
-    return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
+    return (
+        *projections,
+        *turned,
+        *_context(table, dealt),
+        *core,
+        *agreements(table, out, ALONG_INPUT),
+        *casts(table, out),
+        out,
+    )
 
 
 def _norms_over_heads(table: Table, attention: GroupedQueryAttention) -> tuple[Operation, ...]:
@@ -114,7 +123,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     else:
         rank = attention.q_lora_rank
         made = (
-            *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL),
+            *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL, cut=OF_LATENTS),
             *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
         )
     down = of(table, attention.kv_lora_rank + attention.d_rope)
@@ -129,7 +138,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     up = heads * (attention.d_nope + attention.d_value)
     made = (
         *made,
-        *projection(table, "kv_down", d_model, down, again=FULL, save_input=False),
+        *projection(table, "kv_down", d_model, down, again=FULL, save_input=False, cut=OF_LATENTS),
         latent_norms,
         *projection(table, "kv_up", attention.kv_lora_rank, up, reads=FULL, again=UP, gathered=False),
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainwright.plan.agreement import Cut, agreements
 from trainwright.plan.attention import attention_operations, attention_params
 from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, quantized, residual
 from trainwright.plan.mlp import dense_operations, load, mlp_params, moe_operations
@@ -185,7 +186,10 @@ def mtp_piece(table: Table) -> Piece:
     lookup = Elementwise("embedding", 2 * looked_up, 2 * looked_up, (Saved(8 * table.tokens),))
     # The hidden state is kept by the norm before the head, which reads it too.
     hidden = replace(norm(table), saved=norm(table).saved[1:])
-    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *casts(table, join), join)
+    # Where sequences are cut, each rank has other positions.
+    tokens = ("cp", "tp") if table.recipe.sequence_parallel else ("cp",)
+    asked = agreements(table, join, Cut(tokens, (), tokens))
+    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *asked, *casts(table, join), join)
     operations = (*into, *layer.operations, *loss)
     return Piece(
         (*operations, accumulation(table, own)),

@@ -130,6 +130,13 @@ class Trainer:
         if self.low_precision is not None:
             self.low_precision.after_update()
 
+    def held_bytes(self) -> dict[str, float]:
+        """`DataParallel.held_bytes`, with the casts of weights that low-precision layers hold from act to act."""
+        held = self.data_parallel.held_bytes()
+        if self.low_precision is not None:
+            held["parameters"] += self.low_precision.held_bytes()
+        return held
+
     @property
     def ranks_of_a_stage(self) -> int:
         """Ranks of a pipeline that hold the same stage: 2 where microbatches go through it both ways."""
