@@ -40,8 +40,7 @@ LEFT_OUT = (
 )
 
 NOT_YET = (
-    "messages of 4 bytes by which ranks agree on the largest value of a tensor that they share out (fp8-delayed, "
-    "fp8-current and nvfp4 under tp and cp); peaks of runs in fp8 and fp4",
+    "fp8-delayed's first step, in which ranks ask one another as under fp8-current, as there is no history yet",
     "bytes kept for backward: counted to the last one for models in flash kernels, with grouped-query or latent "
     "attention and dense MLPs or experts, without dropout, norms of queries and keys, sinks, soft caps, windows, "
     "experts' biases, shared experts' gates and losses for balance, and with norms before the blocks; not of "
