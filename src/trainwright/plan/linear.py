@@ -65,17 +65,19 @@ def projection(
     save_input: bool = True,
     cast_input: bool | None = None,
     cut: Cut = ALONG_OUTPUT,
+    whole: int | None = None,
 ) -> tuple[Operation, ...]:
     """A projection of the residual stream (whose shard is saved), or of a latent that every rank holds whole.
 
     reads: marks under which its input is made again in backward, and so not kept. cast_input: whether it is the
     first to read its input in a low format; where it saves it, unless said otherwise. cut: which ranks have parts
-    of its tensors.
+    of its tensors. whole: marks under which its block runs again with copies of its input; those of `again` unless
+    said otherwise.
     """
     saved = kept_input(table, k, reads, again, gathered=gathered) if save_input else ()
     matmul = Matmul(name, table.tokens, of(table, k), n, saved, again, shares_input=not save_input)
     is_first = save_input if cast_input is None else cast_input
-    there = input_again(table, again) if gathered else None
+    there = input_again(table, again if whole is None else whole) if gathered else None
     asked = agreements(table, matmul, cut, is_first=is_first, there=there)
     return (*asked, *casts(table, matmul, cast_input=is_first), matmul)
 

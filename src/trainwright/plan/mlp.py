@@ -40,7 +40,15 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     # Shared experts read what the router has saved; a cast copy comes on top where backward doesn't gather it.
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
     up = projection(
-        table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
+        table,
+        f"{of_shared}up",
+        d_model,
+        width,
+        reads=FULL | NORM,
+        again=whole,
+        save_input=first,
+        cast_input=True,
+        whole=whole if first else FULL,
     )
     if not first and table.recipe.is_low_precision:
         copy = quantized(table, table.tokens, d_model, whole | NORM)
