@@ -22,7 +22,18 @@ which is an answer too; and nothing fits where remedies are asked for."""
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
     looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
-    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain", "train", "checkpoints"]
+    trained = [
+        "calibrate",
+        "plan",
+        "train",
+        "compare",
+        "train",
+        "explain",
+        "explain",
+        "train",
+        "checkpoints",
+        "train",
+    ]
     assert verbs == ["plan"] * 6 + looked_at + trained
 
 
