@@ -64,7 +64,7 @@ def drawn() -> Iterator[Drawn]:
 
 def differences(each: Drawn) -> list[Inequality]:
     """The causes in which prediction and recording differ."""
-    return unequal(predicted_counts(each.run, each.rank), dry_run(each.run, each.rank))
+    return compared(each)[1]
 
 
 def _is_even(run: Run) -> bool:
@@ -222,6 +222,19 @@ latent attention's values to the width of its keys. Choices of experts are even:
 """
 
 
+HEAD = "| run | what | rank | FLOPs | messages | kept bytes | counts |\n|---|---|---|---|---|---|---|\n"
+
+
+def compared(each: Drawn) -> tuple[str, list[Inequality]]:
+    """A run's line of the table, and in what its counts differ."""
+    predicted, recorded = predicted_counts(each.run, each.rank), dry_run(each.run, each.rank)
+    found = unequal(predicted, recorded)
+    flops, sent = sum(one.flops for one in recorded.flops), sum(one.count for one in recorded.collectives)
+    kept = "equal" if predicted.saved and not found else "not compared"
+    verdict = "equal" if not found else f"{len(found)} causes differ"
+    return f"| {each.number} | {each.text} | {each.rank} | {flops:,} | {sent:,} | {kept} | {verdict} |", found
+
+
 def main(first: int, last: int) -> int:
     """Compare, say what differs, and write the page where all runs were compared; how many differ."""
     rows, wrong = [], 0
@@ -229,24 +242,19 @@ def main(first: int, last: int) -> int:
         if not first <= each.number < last:
             continue
         try:
-            predicted, recorded = predicted_counts(each.run, each.rank), dry_run(each.run, each.rank)
-            found = unequal(predicted, recorded)
+            row, found = compared(each)
         except Exception as error:
             wrong += 1
             print("ERROR", each.number, each.text, type(error).__name__, str(error)[:300], flush=True)
             continue
+        rows.append(row)
         if found:
             wrong += 1
             print("UNEQUAL", each.number, "rank", each.rank, each.text, flush=True)
             for one in found[:8]:
                 print("    ", *one, flush=True)
-        flops, sent = sum(each.flops for each in recorded.flops), sum(each.count for each in recorded.collectives)
-        kept = "equal" if predicted.saved and not found else "not compared"
-        verdict = "equal" if not found else f"{len(found)} causes differ"
-        rows.append(f"| {each.number} | {each.text} | {each.rank} | {flops:,} | {sent:,} | {kept} | {verdict} |")
     if first == 0 and last == NUMBER:
-        head = "| run | what | rank | FLOPs | messages | kept bytes | counts |\n|---|---|---|---|---|---|---|\n"
-        PAGE.write_text(page_without_table() + head + "\n".join(rows) + "\n", "utf-8")
+        PAGE.write_text(page_without_table() + HEAD + "\n".join(rows) + "\n", "utf-8")
     print(f"{wrong} differ")
     return wrong
 

@@ -217,17 +217,19 @@ class Agreement:
         """About input and gradient, where the operations of `marks` are recomputed and that casts the input so
         many times again."""
         is_there = (self.is_there | bool(self.there_under & marks)) & (not self.not_under & marks)
-        first = again = np.where(is_there, 1, self.ways)
-        # Neither what is made again for values alone, nor the forward before a graph that is made anew, has copies
-        # for weight gradients.
+        first = np.where(is_there, 1, self.ways)
+        forward, again = first, casts_again * first
+        # Neither what is made again for values alone, nor any but the last of what makes a graph anew, has copies
+        # for the weight gradient.
         if self.without_graph & marks:
-            again = np.ones_like(first)
+            again = casts_again + 0 * first
         elif casts_again:
-            first = np.where(self.in_two_acts, 1, first)
-        backward = self.input * casts_again * again + self.gradient * np.where(self.in_two_acts, 1, self.ways)
+            forward = np.where(self.in_two_acts, 1, first)
+            again = np.where(self.in_two_acts, casts_again - 1 + first, again)
+        backward = self.input * again + self.gradient * np.where(self.in_two_acts, 1, self.ways)
         later = self.input * is_there
         return Questions(
-            self.input * first + 0.0,
+            self.input * forward + 0.0,
             backward + np.where(self.in_two_acts, 0, later) + 0.0,
             np.where(self.in_two_acts, later + self.gradient, 0) + 0.0,
         )
