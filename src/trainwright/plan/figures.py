@@ -209,8 +209,8 @@ def _uncut(table: Table, layer: LayerSpec | None) -> float:
 
 
 def _weight_bytes(table: Table, piece: Piece) -> Floats:
-    """Bytes that the weight gradients of a piece read: every matmul's input once, and its output's gradient, both
-    in the format that the matmul reads."""
+    """Bytes that the weight gradients of a piece read: every matmul's input once, in the format that it reads, and
+    its output's gradient, which is cast when it is read."""
     recipe, total = table.recipe, np.zeros(1)
     for each in piece.operations:
         if not isinstance(each, Matmul):
@@ -221,5 +221,5 @@ def _weight_bytes(table: Table, piece: Piece) -> Floats:
         if each.saved and not each.shares_input:
             kept = each.saved if each.in_low_precision else each.saved[:1]
             inputs = sum((saved.bytes for saved in kept if not saved.only_under), np.zeros(1))
-        total = total + inputs + each.m * each.n * groups * size
+        total = total + inputs + each.m * each.n * groups * recipe.compute_bytes
     return total

@@ -58,6 +58,8 @@ NOT_YET = (
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
     "selective recompute of moe and activation together: the program runs a part of the experts' down projection "
     "again in both, of which the planner has one",
+    "zb_h1 with full recompute, zero 2 and loss_chunks on the last stage: some sums of a layer's weight gradients "
+    "that the planner counts aren't there (run 201 below, in bf16 too)",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
 )
 """What is not equal, or not compared, yet: named here and in docs/exactness.md."""
