@@ -139,6 +139,21 @@ def test_gathering_in_the_low_format_is_for_linear_layers_alone() -> None:
     assert less == pytest.approx(2 * linear, rel=1e-12)
 
 
+def test_questions_take_their_latency() -> None:
+    """Two ranks, 2 us each way, 16 microbatches of 4 layers. Cut are what out and down read, the gradients of the
+    five others' outputs, and once a step the seven weights; with zero 3 over two ranks weights twice a use."""
+
+    def asked_s(layout: Layout, **recipe: object) -> float:
+        current, rows = (
+            predict(low(each, layout, sequence_parallel=False, **recipe)).ledger.seconds["tp"]
+            for each in ("fp8-current", "fp8-rowwise")
+        )
+        return current - rows
+
+    assert asked_s(Layout(tp=2)) == pytest.approx(4 * (16 * 7 + 7) * 4e-6, rel=1e-3)
+    assert asked_s(Layout(tp=2, dp=2), zero=3) == pytest.approx(8 * 4 * (7 + 2 * 7) * 4e-6, rel=1e-3)
+
+
 def casts_s(model: ModelSpec, wide: int, activation: float, weight: float) -> float:
     """Of a step of 16 microbatches: every input and output's gradient read once and written in both orientations,
     and every weight once; at 0.8 of 1e12 bytes/s."""
