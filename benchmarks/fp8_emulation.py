@@ -53,9 +53,7 @@ def run_of(model: str, precision: str) -> Run:
                 "d_model": D_MODEL,
                 "vocab_size": VOCAB,
                 "rope": {"theta": 10000.0},
-                "layer_groups": [
-                    {"repeat": LAYERS, "pattern": [{"attention": attention, "mlp": MLPS[model]}]}
-                ],
+                "layer_groups": [{"repeat": LAYERS, "pattern": [{"attention": attention, "mlp": MLPS[model]}]}],
             },
             "data": {"vocab_size": VOCAB},
             "cluster": load_cluster("local-cpu"),

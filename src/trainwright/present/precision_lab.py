@@ -3,7 +3,7 @@
 import html
 from collections.abc import Callable, Iterator
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Group, RenderableType
 
@@ -28,6 +28,8 @@ SUM_NAMES: dict[Kept, str] = {
     "operands": "operands' rounding",
 }
 LEAST_ERROR, MOST_ERROR = 0.01, 1.0
+LEAST_SHOWN = 0.005
+"""Share of values that became zero from which it is said."""
 
 Columns = list[tuple[str, str]]
 Rows = list[list[str]]
@@ -45,7 +47,7 @@ def lab_view(lab: PrecisionLab) -> RenderableType:
     return Group(
         headline(_title(lab), _subtitle(lab)),
         section("Verdict", bullets(verdict(lab))),
-        *(section(each.title, table(each.columns, each.rows)) for each in _tables(lab)),
+        *(section(each.title, table(each.columns, each.rows)) for each in _tables(lab, whole=False)),
     )
 
 
@@ -68,7 +70,7 @@ def lab_page(lab: PrecisionLab, pictures: dict[str, str]) -> str:
     parts += [f"<li>{html.escape(each)}</li>" for each in verdict(lab)]
     parts.append("</ul>")
     parts += [f"<figure>{text[text.index('<svg') :]}</figure>" for text in pictures.values()]
-    parts += [_html_table(each) for each in _tables(lab)]
+    parts += [_html_table(each) for each in _tables(lab, whole=True)]
     body = "\n".join(parts)
     return f"<!doctype html>\n<meta charset=utf-8>\n<title>{html.escape(_title(lab))}</title>\n{STYLE}\n{body}\n"
 
@@ -104,12 +106,13 @@ def _subtitle(lab: PrecisionLab) -> str:
     )
 
 
-def _tables(lab: PrecisionLab) -> Iterator[Titled]:
+def _tables(lab: PrecisionLab, *, whole: bool) -> Iterator[Titled]:
+    """whole: with errors of each linear, where else those of a layer are put together."""
     for model in MODELS:
         yield _losses(lab, model)
     for model in MODELS:
-        for factor in (lab.factors[0], lab.factors[-1])[: len(lab.factors)]:
-            yield _errors(lab, model, factor)
+        for factor in lab.factors:
+            yield _errors(lab, model, factor, "layer" if whole else "block")
     yield _sums(lab)
 
 
@@ -135,23 +138,34 @@ def _last(lab: PrecisionLab, model: ModelKind, factor: float) -> float:
     return fmean(lab.curve(model, PLAIN, factor).losses[-lab.averaged :])
 
 
-def _errors(lab: PrecisionLab, model: ModelKind, factor: float) -> Titled:
-    """A row for each tensor of each layer, a column for each recipe: relative error, and what became zero."""
-    columns: Columns = [("layer", "<"), ("tensor", "<"), *((name, ">") for name in lab.precisions)]
-    found = {name: {(e.layer, e.role): e for e in lab.of_tensors(model, name, factor)} for name in lab.precisions}
-    rows = [
-        [layer, role, *(_error_text(found[name].get((layer, role))) for name in lab.precisions)]
-        for layer, role in _places(lab, model)
-    ]
+def _errors(lab: PrecisionLab, model: ModelKind, factor: float, by: Literal["layer", "block"]) -> Titled:
+    """A row for each tensor of each linear, or of each layer, a column for each recipe: error, and what became
+    zero."""
+    columns: Columns = [("", "<"), ("tensor", "<"), *((name, ">") for name in lab.precisions)]
+    places = dict.fromkeys((_name(layer, by), role) for layer, role in _places(lab, model))
+    rows = []
+    for place in places:
+        row = [*place]
+        for name in lab.precisions:
+            found = lab.of_tensors(model, name, factor, place[1])
+            row.append(_error_text([each for each in found if _name(each.layer, by) == place[0]]))
+        rows.append(row)
     size = f"outliers of {factor:,.0f}" if factor > 1 else "no outliers"
     title = f"Error of rounding in {MODEL_NAMES[model]}, {size} (and values that became zero)"
     return Titled(title, columns, rows)
 
 
-def _error_text(each: Rounding | None) -> str:
-    if each is None:
+def _name(layer: str, by: Literal["layer", "block"]) -> str:
+    """`layers.0.mlp.up`, or of the block that it is in, `layers.0.mlp`."""
+    return layer if by == "layer" else ".".join(layer.split(".")[:3])
+
+
+def _error_text(found: list[Rounding]) -> str:
+    """Means."""
+    if not found:
         return "-"
-    return f"{each.error:.1%}" + (f" ({each.flushed:.0%})" if each.flushed >= 0.005 else "")
+    flushed = fmean(each.flushed for each in found)
+    return f"{fmean(each.error for each in found):.1%}" + (f" ({flushed:.0%})" if flushed >= LEAST_SHOWN else "")
 
 
 def _places(lab: PrecisionLab, model: ModelKind) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ def _outliers(lab: PrecisionLab) -> Iterator[str]:
         flushed = [each.flushed for name in worse for each in lab.of_tensors(model, name, most, "input")]
         fine = lab.worse(model, "fp8-block", most)
         names = " and ".join(f"{name} {loss_text(each)}" for name, each in worse.items())
-        lost = f"{max(flushed):.0%} of the worst-hit input's values become zero, {median(flushed):.0%} of the median's"
+        lost = f"of inputs' values {median(flushed):.0%} become zero (median), {max(flushed):.0%} at most"
         if all(each > max(VISIBLE, fine) for each in worse.values()):
             said = "Scales of whole tensors are visibly worse"
         else:

@@ -11,9 +11,9 @@ from trainwright.spec.precision import LOW_PRECISION
 ModelKind = Literal["dense", "moe"]
 MODELS: tuple[ModelKind, ...] = ("dense", "moe")
 PLAIN = "bf16"
-FACTORS = (1.0, 256.0, 65536.0)
-"""Of planted outliers: none; what fp8 holds beside values of 1; and what it does not, its largest value over its
-least one being 2^18."""
+FACTORS = (1.0, 2.0**12, 2.0**18)
+"""Of planted outliers: none; as large as trained models have (arXiv:2402.17762 s2); and 448 / 2^-9, E4M3's largest
+value over its least one, beside which nothing else is left."""
 LOSS_BOUND = 0.0025
 """Of a loss against bf16's: DeepSeek-V3's was below it at all times (arXiv:2412.19437 s3.3)."""
 VISIBLE = 0.01
@@ -48,7 +48,8 @@ class Rounding(Noun):
     layer: str
     role: Literal["input", "weight", "gradient"]
     error: float
-    """Root mean square of the values' relative errors, of those that aren't zero: 1 of one that becomes zero."""
+    """Of a channel: the norm of what rounding adds over the norm of its values. Over channels: the root mean
+    square. So channels that became zero count 1 each, however small they are beside the others."""
     flushed: float
     """Share of values that weren't zero and became it."""
     saturated: float

@@ -195,9 +195,9 @@ def _look(
         places = torch.randint(x.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(0))
         samples[role] = x.float().flatten()[places].numpy()
     counted = counts(x, quantized)
-    exact = x.float()
-    relative = ((quantized.dequantize() - exact) / exact)[exact != 0]
-    error = float(relative.square().mean().sqrt()) if relative.numel() else 0.0
+    exact = x.float().flatten(0, -2)
+    of_channel = (quantized.dequantize().flatten(0, -2) - exact).norm(dim=0) / exact.norm(dim=0)
+    error = float(of_channel[exact.any(0)].square().mean().sqrt())
     roundings.append(
         Rounding(
             **job._asdict(),
