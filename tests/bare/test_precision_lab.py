@@ -30,8 +30,8 @@ STEPS = 12
 def lab(
     *, block: float = 0.001, naive: float = 0.2, promoted: float = 1e-3, plain_moves: bool = False
 ) -> PrecisionLab:
-    """Losses of 4 in bf16, and above it by these shares: fp8-block's everywhere, scales of tensors' with the largest
-    outliers."""
+    """Losses of 4 in bf16, and above it by these shares: fp8-block's everywhere, scales of tensors' with the
+    largest outliers."""
 
     def share(precision: str, factor: float) -> float:
         if precision == PLAIN:

@@ -1,12 +1,17 @@
 """The same small models trained in bf16 and in each low precision, from the same weights on the same text, with
 planted outliers of several sizes; and what rounding did on the way (`spec/precision_lab.py`).
 
+All go on from weights that were trained in bf16 for `BEGUN` times as many steps. A model that was just begun is
+little more than its embedding and its head, which are in bf16 everywhere: it hardly reads what its layers make of
+rounded tensors, and loses nothing with them.
+
 Trainings are jobs of a few processes, each with one thread. Widths are of two of fp8-block's blocks, so that an
 outlier has one of them and the other is free of it.
 """
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -59,6 +64,7 @@ RECIPE = {
     "zero": 0,
     "optimizer": {"lr": 2e-3, "warmup_steps": 10, "schedule": "constant"},
 }
+BEGUN = 4
 SAMPLED = ("dense", "fp8-current", 1.0)
 """The training, and the layer, whose values are those of the operands that are summed."""
 SAMPLED_LAYER = f"layers.{LAYERS - 1}.mlp.up"
@@ -105,14 +111,23 @@ def explore(
     if steps < 1:
         reject("--steps", steps, "must be at least 1")
     jobs = [Job(*each) for each in product(MODELS, (PLAIN, *LOW_PRECISION), factors)]
-    jobs.sort(key=lambda job: job != SAMPLED)  # what sums wait for is first
     trained: dict[Job, Trained] = {}
     sums: dict[str, list[SumError]] = {}
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        named: dict[Future[Any], Job | str] = {
-            pool.submit(training, lab_run(job.model, job.precision, cluster), job, shards, steps): job
-            for job in jobs
-        }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool,
+    ):
+        begun = {model: Path(folder) / f"{model}.pt" for model in MODELS}
+        on_progress("both models in bf16", 0.0)
+        for each in [
+            pool.submit(begin, lab_run(model, PLAIN, cluster), shards, BEGUN * steps, begun[model])
+            for model in MODELS
+        ]:
+            each.result()
+        named: dict[Future[Any], Job | str] = {}
+        for job in sorted(jobs, key=lambda job: job != SAMPLED):  # what sums wait for is first
+            run = lab_run(job.model, job.precision, cluster)
+            named[pool.submit(training, run, job, shards, steps, begun[job.model])] = job
         whole = len(jobs) + len(PRODUCTS)
         while named:
             done = next(as_completed(named))
@@ -124,7 +139,6 @@ def explore(
                 if job == SAMPLED:
                     named |= {pool.submit(errors_of_sums, each, result.samples): each for each in PRODUCTS}
             on_progress(job if isinstance(job, str) else job.name, (len(trained) + len(sums)) / whole)
-    jobs.sort(key=lambda job: MODELS.index(job.model))
     return PrecisionLab(
         steps=steps,
         curves=tuple(trained[job].curve for job in jobs),
@@ -153,15 +167,31 @@ def lab_run(model: ModelKind, precision: str, cluster: ClusterSpec) -> Run:
     ).check()
 
 
-def training(run: Run, job: Job, shards: Path, steps: int) -> Trained:
-    """Train in this process; tensors are looked at in the last step."""
-    trainer = parallelize(run, Mesh(run.layout, 0, torch.device("cpu")), Clock())
+def begin(run: Run, shards: Path, steps: int, weights: Path) -> list[float]:
+    """Train from the seed's weights and write those that come of it; the losses."""
+    trainer = _trainer(run)
+    losses = [step() for step in steps_of(run, trainer, shards, 0, steps)]
+    torch.save({name: parameter.detach() for name, parameter in trainer.data_parallel.parameters()}, weights)
+    return losses
+
+
+def training(run: Run, job: Job, shards: Path, steps: int, weights: Path | None = None) -> Trained:
+    """Train in this process; tensors are looked at in the last step. With weights that `begin` has written it goes
+    on from them, on the text behind what they were trained on."""
+    trainer = _trainer(run)
     for piece in trainer.pieces:
         plant(piece, job.factor)
+    first = 0
+    if weights is not None:
+        values, first = torch.load(weights), BEGUN * steps
+        with torch.no_grad():
+            for name, parameter in trainer.data_parallel.parameters():
+                parameter.copy_(values[name])
+        trainer.data_parallel.after_update()
     losses, seconds = [], []
     roundings: list[Rounding] = []
     samples: Samples = {}
-    for step, train in enumerate(steps_of(run, trainer, shards, steps)):
+    for step, train in enumerate(steps_of(run, trainer, shards, first, steps)):
         if step == steps - 1 and trainer.low_precision is not None:
             trainer.low_precision.health.listener = partial(_look, job, roundings, samples)
         began_s = time.perf_counter()
@@ -171,11 +201,15 @@ def training(run: Run, job: Job, shards: Path, steps: int) -> Trained:
     return Trained(curve, roundings, samples if job == SAMPLED else {})
 
 
-def steps_of(run: Run, trainer: Trainer, shards: Path, steps: int) -> Iterator[Callable[[], float]]:
-    """Each step of a training, which gives its loss when it is called."""
+def _trainer(run: Run) -> Trainer:
+    return parallelize(run, Mesh(run.layout, 0, torch.device("cpu")), Clock())
+
+
+def steps_of(run: Run, trainer: Trainer, shards: Path, first: int, steps: int) -> Iterator[Callable[[], float]]:
+    """Each step of a training, which gives its loss when it is called; on the text from a first step on."""
     dataset = PackedDataset(open_shards(shards), run.recipe.seq_len, run.recipe.seed, None)
     for step in range(steps):
-        batch, lr = batch_of(run, dataset, step, 0), learning_rate(run.recipe.optimizer, step, steps)
+        batch, lr = batch_of(run, dataset, first + step, 0), learning_rate(run.recipe.optimizer, step, steps)
         yield lambda batch=batch, lr=lr: trainer.step(batch, lr).loss
 
 
