@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test parity exact lint marks clean
+.PHONY: install demo test parity exact lint chaos marks clean
 
 install: .venv/installed
 
@@ -31,6 +31,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+chaos: install
+	$(BIN)/python benchmarks/survival.py
 
 marks: install
 	$(BIN)/python benchmarks/marks.py

@@ -37,6 +37,7 @@ from trainwright.train.checkpoint.snapshot import Snapshot
 from trainwright.train.checkpoint.state import Held
 from trainwright.train.checkpoint.writers import planned
 from trainwright.train.clock import Clock
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import batch_of
 from trainwright.train.mesh import joined
 from trainwright.train.parallelize import Trainer, parallelize
@@ -161,7 +162,7 @@ def beside_steps(root: Path, rounds: int) -> None:
         trainer = parallelize(run, mesh, Clock())
         data = random_tokens(run, 64)
         policy = Checkpointing(every_steps=4)
-        keeper = Keeper(trainer, root, policy, mark_of(data.shards), 100, print)
+        keeper = Keeper(trainer, root, policy, mark_of(data.shards), 100, print, Attendant(trainer, None, print))
         step_s: dict[bool, list[float]] = {False: [], True: []}
         _step(trainer, data, 0)
         _step(trainer, data, 1)

@@ -65,13 +65,12 @@ def test_what_the_trainer_lacks_is_set_aside_and_told() -> None:
     case = files.read_run(RUNS / "deepseek-v3_h800x2048_4k.toml", None)
     trained, changes = trainable_form(case)
     assert {each.field for each in changes} == {
-        "recipe.precision",
         "recipe.dispatch",
         "recipe.dispatch_fp8",
         "recipe.gather_fp8",
         "recipe.activations_fp8",
     }
-    assert trained.recipe.precision == "bf16"
+    assert trained.recipe.precision == "fp8-block"
     assert trainable_form(trained)[1] == ()
 
 

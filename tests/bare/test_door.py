@@ -27,6 +27,7 @@ from trainwright.spec.model import (
     Rope,
     RopeScaling,
 )
+from trainwright.spec.precision import LOW_PRECISION
 from trainwright.spec.recipe import Optimizer, Overlap, Recipe
 from trainwright.spec.run import OF_EXPERTS, DataSpec, Run
 from trainwright.train.door import require_trainable
@@ -91,6 +92,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "recipe.mtp_loss_weight": (0.1,),
     "recipe.grad_clip": (0.0,),
     "recipe.seed": (1,),
+    "recipe.amax_history_steps": (16,),
+    "recipe.precision_report_steps": (1,),
     "recipe.optimizer.lr": (1e-3,),
     "recipe.optimizer.beta1": (0.8,),
     "recipe.optimizer.beta2": (0.99,),
@@ -165,6 +168,10 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     },
     ("recipe.reshard_after_forward", False): {"recipe.zero": 3},
     ("recipe.emulate_precision", True): {"recipe.precision": "fp8-block"},
+    ("recipe.precision_fallback", True): {"recipe.precision": "fp8-block"},
+    ("recipe.amax_history_steps", 16): {"recipe.precision": "fp8-delayed"},
+    ("recipe.precision_report_steps", 1): {"recipe.precision": "fp8-block"},
+    **{("recipe.precision", each): {"recipe.emulate_precision": True} for each in ("mxfp8", "nvfp4")},
     ("recipe.gather_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.dispatch_fp8", True): {"recipe.precision": "fp8-block"},
     ("recipe.activations_fp8", True): {"recipe.precision": "fp8-block"},
@@ -196,7 +203,11 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.seq_len": None,
     "recipe.global_batch": None,
     "recipe.micro_batch": None,
-    "recipe.precision": ("fp32", "bf16", "fp64"),
+    "recipe.precision": ("fp32", "bf16", "fp64", *LOW_PRECISION),
+    "recipe.emulate_precision": None,
+    "recipe.amax_history_steps": None,
+    "recipe.precision_report_steps": None,
+    "recipe.precision_fallback": None,
     "recipe.recompute": ("none", "selective", "full"),
     "recipe.recompute_ops": None,
     "recipe.recompute_layers": None,

@@ -167,19 +167,20 @@ def test_zero_3_casts_weights_at_each_use() -> None:
 
 @pytest.mark.parametrize("scales", [("mx", "nvfp4"), ()])
 def test_emulation_takes_the_time_of_bf16_and_of_casts(scales: tuple[str, ...]) -> None:
-    """With hardware or without. Each product's two operands are read in the low format and written in bf16."""
+    """With hardware or without. A value is rounded by operators that move 25 bytes of it and made wide again by
+    some that move 19; every tensor is rounded twice, each product's two operands are made wide."""
     without = on({"fp8": None, "fp4": None}, scales)
     case = low("fp8-block", emulate_precision=True).changed(cluster=without)
     plain = predict(run(seq_len=T).changed(cluster=without))
     emulated = predict(case)
     assert emulated.ledger.seconds["matmul"] == plain.ledger.seconds["matmul"]
     assert (emulated.peak_format, emulated.peak_flops_per_s) == ("bf16", plain.peak_flops_per_s)
-    activation, weight = 1 + 4 / 128, 1 + 4 / 128**2
     # Every matmul's own input, though some share one.
     read, made = 3 * D + D + 2 * D + F, D + 32 + 32 + D + F + F + D
     linear = 4 * (D * (D + 32 + 32) + D * D + 3 * D * F)
-    widened = 16 * 2 * (4 * T * (read + made) * (2 + activation) + linear * (2 + weight))
-    expected = casts_s(case.model, 2, activation, weight) + widened / 0.8e12
+    rounded = 16 * 4 * T * (D + D + D + F + made) * 2 * 25 + linear * (2 + 2 * (1 + 4 / 128**2))
+    widened = 16 * 2 * (4 * T * (read + made) + linear) * 19
+    expected = (rounded + widened) / 0.8e12
     assert emulated.ledger.seconds["quantize"] == pytest.approx(expected, rel=1e-9)
     hardware = low("fp8-block", emulate_precision=True)
     assert predict(hardware).ledger.seconds == emulated.ledger.seconds

@@ -30,6 +30,7 @@ from trainwright.spec.run import Run
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
 from trainwright.train.clock import Clock
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import batch_of
 from trainwright.train.mesh import build_mesh, leave
 from trainwright.train.model.experts import mixtures
@@ -173,7 +174,8 @@ def trainer_of(run: Run, rank: int) -> Trainer:
 def keeper_of(trainer: Trainer, root: Path) -> Keeper:
     policy = Checkpointing(every_steps=BEFORE, asynchronous=False)
     data = random_tokens(trainer.run, BEFORE + AFTER)
-    return Keeper(trainer, root, policy, mark_of(data.shards), BEFORE + AFTER, lambda text: None)
+    attendant = Attendant(trainer, None, print)
+    return Keeper(trainer, root, policy, mark_of(data.shards), BEFORE + AFTER, lambda text: None, attendant)
 
 
 def losses(trainer: Trainer, start: int, stop: int) -> list[float]:

@@ -27,6 +27,7 @@ from trainwright.spec.errors import InvalidSpec
 from trainwright.train.checkpoint.directory import saves_in
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import batch_of
 from trainwright.train.mesh import leave
 from trainwright.train.verify.subject import random_tokens
@@ -57,7 +58,9 @@ def steps(root: Path, rank: int, around: Callable[[int, Keeper], None]) -> dict[
     data = random_tokens(RUN, STEPS)
     notes: list[str] = []
     policy = Checkpointing(every_steps=1, deadline_s=0.5)
-    keeper = Keeper(trainer, root, policy, mark_of(data.shards), STEPS, notes.append)
+    keeper = Keeper(
+        trainer, root, policy, mark_of(data.shards), STEPS, notes.append, Attendant(trainer, None, notes.append)
+    )
     assert keeper.resume() == Position(0, 0)
     seen: dict[str, Any] = {"losses": [], "notes": notes, "waited_s": [], "commits": []}
     for step in range(STEPS):

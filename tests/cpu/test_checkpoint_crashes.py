@@ -6,16 +6,18 @@ Moments are all calls of the system by which a save changes the disk, on each of
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from checkpoint_crashes import good, plans, save_of, save_rank
 from launching import run_ranks
 
 from trainwright.spec.errors import InvalidSpec
 from trainwright.train.checkpoint.directory import locked, retain, saves_in
-from trainwright.train.checkpoint.manifest import MANIFEST, Damaged, text_of
+from trainwright.train.checkpoint.manifest import FORMAT, MANIFEST, Damaged, text_of
 from trainwright.train.checkpoint.reading import Reader
 
 FLIPS = 500
@@ -114,11 +116,24 @@ def test_files_of_another_commit_are_noticed(root: Path) -> None:
     assert good(root) == [2, 1]
 
 
+def test_a_commit_of_format_1_is_read(root: Path) -> None:
+    """It knows of no guard."""
+    save = saves_in(root)[0]
+    kept = save.manifest()
+    content = json.loads((save.path / MANIFEST).read_bytes())["content"]
+    del content["guard"]
+    content["format"] = 1
+    plain = partial(json.dumps, sort_keys=True, separators=(",", ":"))
+    digest = xxhash.xxh3_64_hexdigest(plain(content).encode())
+    (save.path / MANIFEST).write_text(plain({"content": content, "digest": digest}))
+    assert save.look_over() == kept.changed(format=1)
+
+
 def test_a_newer_format_is_refused_and_not_passed_over(root: Path) -> None:
     save = saves_in(root)[0]
-    newer = save.manifest().changed(format=2)
+    newer = save.manifest().changed(format=FORMAT + 1)
     (save.path / MANIFEST).write_bytes(text_of(newer))
-    with pytest.raises(InvalidSpec, match="is a newer format than this program's 1"):
+    with pytest.raises(InvalidSpec, match=f"is a newer format than this program's {FORMAT}"):
         save.manifest()
 
 

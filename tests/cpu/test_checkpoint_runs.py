@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from example import example_run
+from safetensors.torch import load_file
 
 from trainwright.spec import toml
 from trainwright.spec.run import Run
@@ -215,7 +218,7 @@ def test_a_newer_format_is_refused(home: Path) -> None:
     (save.path / MANIFEST).write_bytes(text_of(save.manifest().changed(format=9)))
     status, said = train(home / "run.toml", out)
     assert status == 2
-    assert "is a newer format than this program's 1" in said
+    assert "is a newer format than this program's 2" in said
 
 
 def test_what_is_no_directory_of_checkpoints_is_said(home: Path, tmp_path: Path) -> None:
@@ -230,3 +233,70 @@ def test_what_is_no_directory_of_checkpoints_is_said(home: Path, tmp_path: Path)
         assert done.returncode == 2
         assert complaint in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def checkpoint(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
+    command = [*COMMAND, "checkpoint", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout) if not status else {"said": done.stderr}
+
+
+def blocks_in(save: Path) -> dict[str, torch.Tensor]:
+    """Whole weights of a commit's files, by safetensors' own reader and the places in their names."""
+    whole: dict[str, torch.Tensor] = {}
+    shapes = {name: shape for name, (_, *shape) in checkpoint("show", save)["tensors"].items() if ":" not in name}
+    for path in sorted(save.glob("weights-*.safetensors")):
+        for title, values in load_file(path).items():
+            name, _, place = title.partition("@")
+            into = whole.setdefault(name, torch.full(shapes[name], torch.nan, dtype=values.dtype))
+            cuts = [slice(*map(int, cut.split(":"))) for cut in place.split(",")] if place else [...]
+            into[tuple(cuts)] = values
+    return whole
+
+
+def test_a_commit_is_shown_and_exported(home: Path, tmp_path: Path) -> None:
+    out = copied(home, "exported")
+    newest = saves_in(out / "checkpoints")[0]
+    shown = checkpoint("show", out)
+    assert (shown["step"], shown["samples"]) == (STEPS, STEPS * 8)
+    assert shown["tensors"]["embedding.weight"] == ["F64", 259, 32]
+    assert shown["files"].keys() == {each.name for each in newest.path.glob("*.safetensors")}
+    written = checkpoint("export", out, "--out", tmp_path / "weights")
+    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())
+    exported = {
+        name: values
+        for file in set(index["weight_map"].values())
+        for name, values in load_file(tmp_path / "weights" / file).items()
+    }
+    expected = blocks_in(newest.path)
+    assert exported.keys() == expected.keys() == index["weight_map"].keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert written["num_bytes"] == sum(values.nbytes for values in expected.values())
+    again = checkpoint("export", out, "--out", tmp_path / "weights", status=2)
+    assert "is there already; name another, or remove it" in again["said"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 40])
+def test_a_commit_that_was_cut_anew_goes_on_alike(home: Path, tmp_path: Path, ranks: int) -> None:
+    """40 ranks are more than many tensors have rows."""
+    out = copied(home, f"cut for {ranks}", without=1)
+    (old,) = saves_in(out / "checkpoints")
+    checkpoint("reshard", out, "--ranks", str(ranks), "--out", tmp_path)
+    (new,) = saves_in(tmp_path)
+    assert len(new.manifest().parts) == ranks
+    before, after = blocks_in(old.path), blocks_in(new.path)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    shutil.rmtree(old.path)
+    shutil.move(new.path, old.path)
+    status, said = train(home / "run.toml", out)
+    assert status == 0, said
+    assert f"resumed at step {STEPS - 2}" in said
+    assert losses(out) == losses(home / "plain")
+
+
+def test_a_commit_that_is_not_there_is_said(home: Path, tmp_path: Path) -> None:
+    said = checkpoint("show", home / "plain", "--step", "5", status=2)["said"]
+    assert "--step=5: has no commit; there are 12, 10" in said
+    assert "holds no commit" in checkpoint("export", tmp_path, "--out", tmp_path / "x", status=2)["said"]

@@ -1,6 +1,7 @@
 """Layers with operands of few bits: what they compute, keep, tell, and do when a scale saturates.
 
-That layouts agree is in the parity cases (`parity_precision.py`), that counts are the planner's in `test_exact.py`.
+That layouts agree is in the parity cases (`parity_precision.py`), and that counts are the planner's in
+`test_exact.py`.
 """
 
 from datetime import timedelta
@@ -18,6 +19,7 @@ from trainwright.spec.recipe import PRECISIONS
 from trainwright.train.checkpoint.identity import mark_of
 from trainwright.train.checkpoint.keeper import Keeper, Position
 from trainwright.train.clock import Clock
+from trainwright.train.faults.attendant import Attendant
 from trainwright.train.loop import require_device
 from trainwright.train.mesh import build_mesh
 from trainwright.train.model.linear import Linear
@@ -46,7 +48,8 @@ def trainer_of(fields: dict[str, Any]) -> Trainer:
 def keeper_of(trainer: Trainer, root: Path) -> Keeper:
     policy = Checkpointing(every_steps=1, asynchronous=False)
     mark = mark_of(random_tokens(trainer.run, 4).shards)
-    return Keeper(trainer, root / "commits", policy, mark, 4, lambda text: None)
+    attendant = Attendant(trainer, None, print)
+    return Keeper(trainer, root / "commits", policy, mark, 4, lambda text: None, attendant)
 
 
 def step(trainer: Trainer) -> float:
@@ -121,6 +124,14 @@ def test_scales_of_past_steps() -> None:
         seen.append(float(layer.of("input", x)))
         layer.advance()
     assert seen == [3.0, 3.0, 5.0, 5.0, 1.0]
+
+
+def test_no_number_is_no_past() -> None:
+    layer = Delayed(2, Current({}, Clock()), torch.device("cpu"))
+    for value in (3.0, float("inf"), float("nan")):
+        layer.of("input", torch.full((4, 4), value))
+        layer.advance()
+    assert float(layer.of("input", torch.full((4, 4), 5.0))) == 5.0
 
 
 def test_a_scale_that_saturates_is_named_and_the_layer_falls_back() -> None:

@@ -52,7 +52,7 @@ Pair = tuple[Operand, torch.Tensor, Operand, torch.Tensor]
 
 
 def three_products(name: str, seed: int, tokens: int, wide: int, high: int) -> Iterator[Pair]:
-    operands = RECIPES[name]  # pyright: ignore[reportArgumentType]
+    operands = RECIPES[name]
     x, w = heavy(tokens, wide, seed=seed), heavy(high, wide, seed=seed + 1000) * 0.02
     gradient = heavy(tokens, high, seed=seed + 2000) * 1e-4
     yield operands.fprop_input, x, operands.fprop_weight, w

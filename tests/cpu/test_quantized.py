@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.spec.recipe import LOW_BYTES
+from trainwright.spec.precision import LOW_PRECISION
 from trainwright.train.precision import blocks, quantized
 from trainwright.train.precision.formats import E2M1, E4M3, E5M2, NumberFormat, unpacked
 from trainwright.train.precision.hadamard import matrix, transformed
@@ -293,6 +293,14 @@ def test_counts_of_overflow_and_underflow(kind: str) -> None:
         assert beyond.any()
 
 
+def test_a_block_whose_scale_is_zero_underflows() -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    x[3, 16:32] *= 1e-9
+    seen = counts(x, quantize(x, E2M1, NV))
+    assert seen.overflow == 0
+    assert seen.underflow >= 16
+
+
 def test_hadamard_spreads_and_leaves_products() -> None:
     transform = torch.from_numpy(matrix(3)).double()
     assert torch.equal(transform @ transform.mT, torch.eye(16, dtype=torch.float64))
@@ -318,10 +326,16 @@ def nbytes(quantized: Quantized) -> int:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_are_those_that_the_planner_counts(name: str) -> None:
-    """Of activations, whose scales are the most; a scale per row or tensor is nothing beside many values."""
-    x = torch.randn(256, 4096).bfloat16()
-    found = nbytes(RECIPES[name].fprop_input.quantized(x)) / x.numel()  # pyright: ignore[reportArgumentType]
-    assert found == pytest.approx(LOW_BYTES[name], rel=1.1e-3 if name == "fp8-rowwise" else 1e-5)
+    low, operands = LOW_PRECISION[name], RECIPES[name]
+    x = torch.randn(300, 420).bfloat16()
+    for operand, fact in (
+        (operands.fprop_input, low.activation),
+        (operands.fprop_weight, low.weight),
+        (operands.dgrad_gradient, low.gradient),
+    ):
+        quantized = operand.quantized(x)
+        alone = 4 if fact.is_per_tensor else 0  # the planner leaves out numbers that stand for a whole tensor
+        assert nbytes(quantized) == fact.num_bytes(420, 300) + alone
 
 
 def described(operand: Operand) -> str:
@@ -341,7 +355,7 @@ def test_recipes_are_those_of_their_sources() -> None:
         "mxfp8": ["e4m3 1x32 e8m0"] * 3,
     }
     for name, (activation, weight, gradient) in meant.items():
-        found = RECIPES[name]  # pyright: ignore[reportArgumentType]
+        found = RECIPES[name]
         assert described(found.fprop_input) == described(found.wgrad_input) == activation
         assert described(found.fprop_weight) == described(found.dgrad_weight) == weight
         assert described(found.dgrad_gradient) == described(found.wgrad_gradient) == gradient

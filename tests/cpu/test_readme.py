@@ -22,9 +22,10 @@ which is an answer too; and nothing fits where remedies are asked for."""
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
     looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
-    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain", "train", "checkpoints"]
+    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain"]
+    saved = ["train", "checkpoints", "checkpoint", "checkpoint", "train", "chaos"]
     in_few_bits = ["plan", "train", "fp8"]
-    assert verbs == ["plan"] * 6 + looked_at + trained + in_few_bits
+    assert verbs == ["plan"] * 6 + looked_at + trained + saved + in_few_bits
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:

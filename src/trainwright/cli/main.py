@@ -16,6 +16,8 @@ import typer
 from trainwright import __version__
 from trainwright.cli import (
     calibrate,
+    chaos,
+    checkpoint,
     checkpoints,
     clusters,
     compare,
@@ -53,7 +55,23 @@ VERBS = (
         "explain",
         "calibrate",
     ),
+<<<<<<< HEAD
     *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "fp8", "models", "clusters", "demo"),
+=======
+    *(
+        "goodput",
+        "checkpoints",
+        "checkpoint",
+        "chaos",
+        "verify",
+        "trace",
+        "dryrun",
+        "validate",
+        "models",
+        "clusters",
+        "demo",
+    ),
+>>>>>>> main
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -93,6 +111,8 @@ app.command("memory", epilog=memory.EXAMPLE)(memory.memory)
 app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("chaos", epilog=chaos.EXAMPLE)(chaos.chaos)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
@@ -151,7 +171,13 @@ def run(arguments: list[str]) -> int:
 def _status_of(arguments: list[str]) -> int:
     try:
         # Without a verb, help: `trainwright` and `trainwright models` show what there is.
+<<<<<<< HEAD
         wanted = [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"], ["fp8"]) else arguments
+=======
+        wanted = (
+            [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"], ["checkpoint"]) else arguments
+        )
+>>>>>>> main
         status = app(wanted, prog_name="trainwright", standalone_mode=False)
     except SystemExit as exited:
         return exited.code if isinstance(exited.code, int) else int(exited.code is not None)

@@ -29,6 +29,8 @@ ACCELERATORS = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}
 """The file by which a driver shows that it is there."""
 
 AFTER_THE_FIRST_S = 2.0
+FAULTS, MOST_SAID = "faults.jsonl", 40
+"""The file of what went wrong, and how many lines of the workers' output a fault has with it."""
 
 NEXT = "compare with: trainwright compare {out}; ask where the time went: trainwright explain {out}"
 
@@ -48,6 +50,11 @@ MemorySnapshot = Annotated[
         metavar="FIRST:LAST",
         help="Record a GPU's allocations in these steps, for pytorch.org/memory_viz.",
     ),
+]
+
+Watched = Annotated[Path | None, typer.Option(hidden=True, help="Where this worker beats for its supervisor.")]
+Plants = Annotated[
+    Path | None, typer.Option(hidden=True, help="Faults to put into a supervised run, as `chaos` and tests do.")
 ]
 
 OnProgress = Callable[[str, float], None]
@@ -72,6 +79,8 @@ def train(
     assignments: Assignments = None,
     as_json: AsJson = False,
     stream: Stream = False,
+    watched: Watched = None,
+    plants: Plants = None,
 ) -> None:
     """Train a run: one process per rank of its layout, started on this node, as planned."""
     from trainwright.cli import files, output
@@ -81,11 +90,11 @@ def train(
     recorded = {name: text for name, text in ((PROFILE, profile), (SNAPSHOT, memory_snapshot)) if text is not None}
     windows_of(recorded, run, planned)
     if started_by_torchrun():
-        _work(run, planned, out, stream, recorded)
+        _work(run, planned, out, stream, recorded, watched, plants)
     from trainwright.cli.progress import Progress
 
     with Progress(output.console(errors=True)) as progress:
-        records = trained(run, planned, out, progress.show, recorded)
+        records = trained(run, planned, out, progress.show, recorded, plants)
     if as_json:
         # As in metrics.jsonl: null for the loss of a run that diverged, of which JSON has no number.
         last = json.loads(records[-1].model_dump_json()) if records else {}
@@ -127,26 +136,43 @@ def ranks_of(out: Path) -> "tuple[RankRecord, ...]":
 
 
 def trained(
-    run: "Run", steps: int, out: Path, on_progress: OnProgress, recorded: dict[str, str] | None = None
+    run: "Run",
+    steps: int,
+    out: Path,
+    on_progress: OnProgress,
+    recorded: dict[str, str] | None = None,
+    plants: Path | None = None,
 ) -> "list[StepRecord]":
     """Train a run on this node and return its steps; the directory gets the run's files. `recorded`: windows of
-    steps, by the option that says them."""
+    steps, by the option that says them. `plants`: faults to put into a run that is supervised."""
     from trainwright.present.training import causes_text
+    from trainwright.spec.errors import reject
     from trainwright.spec.record import StepRecord, StepSeconds
+    from trainwright.spec.supervision import FaultRecord
     from trainwright.train.door import require_trainable
 
     run = _resolved(run)
     require_trainable(run)
     require_machine(run)
     require_own_directory(run, out)
+    if plants is not None and run.supervision is None:
+        reject("--plants", str(plants), "is for a run that is supervised; set supervision.max_restarts")
     records: list[StepRecord] = []
 
     def on_message(message: dict[str, Any]) -> None:
         seconds = message.pop("causes", None)
         record = StepRecord.parse(message)
+        while records and records[-1].step >= record.step:
+            records.pop()  # a run that goes on from a commit does some steps again
         records.append(record)
         causes = "" if seconds is None else f"; {causes_text(StepSeconds.parse(seconds), record.step)}"
         on_progress(f"step {record.step} of {steps}, loss {record.loss:.3f}{causes}", record.step / steps)
+
+    def on_fault(message: dict[str, Any], said: list[str]) -> None:
+        fault = FaultRecord.parse(message)
+        with (out / FAULTS).open("a") as file:
+            file.write(json.dumps(fault.plain() | ({"said": said[-MOST_SAID:]} if said else {})) + "\n")
+        typer.echo(f"{NOTE}{fault.text}", err=True)
 
     arguments = ["train", str(out / "run.toml"), "--steps", str(steps), "--out", str(out)]
     for name, text in (recorded or {}).items():
@@ -155,7 +181,10 @@ def trained(
         keep_run(run, out)
         shards_of(run, on_progress)
         on_progress("starting processes", 0.0)
-        run_workers(arguments, run.layout.world, on_message)
+        supervised = run if run.supervision is not None else None
+        run_workers(
+            arguments, run.layout.world, on_message, on_fault=on_fault, supervised=supervised, plants=plants
+        )
     return records
 
 
@@ -262,10 +291,21 @@ def shards_of(run: "Run", on_progress: OnProgress = lambda what, done: None) -> 
     return build_corpus(cache_directory(), run.data.vocab_size, on_progress)
 
 
-def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, str]) -> NoReturn:
+def _work(
+    run: "Run",
+    steps: int,
+    out: Path,
+    stream: bool,
+    recorded: dict[str, str],
+    watched: Path | None,
+    plants: Path | None,
+) -> NoReturn:
     """What each rank does."""
     from trainwright.present.training import causes_text, utilization_text
     from trainwright.spec.errors import InvalidSpec
+    from trainwright.train.checkpoint.keeper import directory_of
+    from trainwright.train.faults.attendant import watched_rank
+    from trainwright.train.faults.reasons import RunEnded
     from trainwright.train.loop import emulates_its_matmuls
     from trainwright.train.loop import train as carry_out
     from trainwright.train.mesh import Worker, leave
@@ -290,12 +330,16 @@ def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, s
     def on_note(text: str) -> None:
         typer.echo(f"{NOTE}{text}", err=True)
 
-    first = Worker.from_environment().rank == 0
+    rank = Worker.from_environment().rank
+    first = rank == 0
     if first and not stream:
         require_own_directory(run, out)
     if first and emulates_its_matmuls(run):
         said = f"recipe.precision={run.recipe.precision!r}: this CPU has no such matmuls"
         typer.echo(f"{NOTE}{said}; --set recipe.precision=fp32 is many times faster", err=True)
+    if first and run.supervision is not None and watched is None:
+        said = "your launcher supervises these processes; of the table, digest_every_steps alone is used here"
+        typer.echo(f"{NOTE}supervision: {said}", err=True)
     windows = windows_of(recorded, run, steps)
     if first and run.recipe.is_low_precision:
         from trainwright.spec.modules import precision_text
@@ -313,7 +357,15 @@ def _work(run: "Run", steps: int, out: Path, stream: bool, recorded: dict[str, s
             recomputed_flops_per_token=_recomputed_flops_per_token(run) if first else 0.0,
             on_step=on_step,
             on_note=on_note,
+            watched=None
+            if watched is None
+            else watched_rank(watched, rank, plants, directory_of(run.checkpoint, out)),
         )
+    except RunEnded as ended:
+        # All ranks end alike: the first says it.
+        time.sleep(0.0 if first else AFTER_THE_FIRST_S)
+        typer.echo(f"trainwright: {ended}", err=True)
+        leave(1)
     except InvalidSpec:
         # All ranks find the same wrong: the first says it, and torchrun ends the others meanwhile.
         time.sleep(0.0 if first else AFTER_THE_FIRST_S)

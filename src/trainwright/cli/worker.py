@@ -9,9 +9,13 @@ itself.
 import json
 import os
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from trainwright.spec.run import Run
 
 BAD_INPUT = 2
 
@@ -29,25 +33,43 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def run_workers(arguments: list[str], num_ranks: int, on_message: Callable[[dict[str, Any]], None]) -> None:
-    """Run this program with `--stream` on each rank of the node; leave with their exit status if it isn't 0."""
+def run_workers(
+    arguments: list[str],
+    num_ranks: int,
+    on_message: Callable[[dict[str, Any]], None],
+    *,
+    on_fault: Callable[[dict[str, Any], list[str]], None] | None = None,
+    supervised: "Run | None" = None,
+    plants: Path | None = None,
+) -> None:
+    """Run this program with `--stream` on each rank of the node; leave with their exit status if it isn't 0.
+
+    `supervised`, `plants`: as `launch` has them; `on_fault` gets what the supervisor tells, and what the workers
+    had said since it told something last.
+    """
     from trainwright.train.launch import launch
 
     lines: dict[str, None] = {}
+    earlier: list[str] = []
 
     def on_line(line: str) -> None:
         message = _message(line)
-        if message is not None:
+        if message is not None and "fault" in message and on_fault is not None:
+            on_fault(message["fault"], list(lines))
+            earlier[:] = lines or earlier
+            lines.clear()
+        elif message is not None:
             on_message(message)
         elif line.startswith(NOTE):
             typer.echo(line, err=True)
         else:
             lines[line] = None
 
-    status = launch([*arguments, "--stream"], num_ranks, on_line=on_line)
+    status = launch([*arguments, "--stream"], num_ranks, on_line=on_line, supervised=supervised, plants=plants)
     # Where one rank refuses its input, the others fail for want of it, and what they say is beside the point.
-    complaints = [line for line in lines if line.startswith("trainwright: ")]
-    for line in complaints[:1] if status == BAD_INPUT and complaints else lines:
+    said = list(lines) or (earlier if status else [])
+    complaints = [line for line in said if line.startswith("trainwright: ")]
+    for line in complaints[:1] if status == BAD_INPUT and complaints else said:
         typer.echo(line, err=True)
     if status:
         raise typer.Exit(status)

@@ -21,6 +21,12 @@ ACTIVATION = marks("activation")
 WIDE_BYTES = {"bf16": 2, "fp32": 4}
 """Of a value in an emulated product."""
 
+ROUNDING_BYTES, ROUNDING_KERNELS = 25, 8
+"""Traffic of rounding a bf16 value by operators one after another (train/precision/quantized.py): its magnitude (4
+bytes), the block's largest (2), scaled to fp32 (6), kept within range (8), rounded (5)."""
+WIDENING_BYTES, WIDENING_KERNELS = 19, 5
+"""And of making it bf16 again: looked up two at a time (7), times its scale in fp32 (6), rounded to bf16 (6)."""
+
 FUSED_SHOWN = 0.53
 """Of the traffic of sums that a matmul adds up itself, what makes it longer: fits 183 matmuls of A100
 (MooreThreads/SimuMax configs/system/a100_pcie.json) to 1.4% in the median."""
@@ -118,16 +124,24 @@ def casts(table: Table, matmul: Matmul, *, cast_input: bool = True) -> tuple[Ele
         recipe.compute_bytes + 2 * each.value_bytes for each in (low.activation, low.gradient)
     )
     name, again = matmul.name, matmul.again
-    cast = Elementwise(
-        f"cast {name}", inputs * per_input * cast_input, outputs * per_output, again=again, quantizes=True
-    )
     if not recipe.emulate_precision:
-        return (cast,)
-    wide = WIDE_BYTES[recipe.product_format(table.cluster)]
-    read, weight = (wide + each.value_bytes for each in (low.activation, low.weight))
-    forward = inputs * read + weights * weight
-    backward = 2 * outputs * (wide + low.gradient.value_bytes) + inputs * read + weights * weight
-    return (cast, Elementwise(f"widen {name}", forward, backward, again=again, kernels=2, quantizes=True))
+        forward, backward = inputs * per_input * cast_input, outputs * per_output
+        return (Elementwise(f"cast {name}", forward, backward, again=again, quantizes=True),)
+    once = 1 if low.activation.is_per_tensor else 2  # One rounding serves both orientations.
+    rounded = Elementwise(
+        f"cast {name}",
+        inputs * once * ROUNDING_BYTES * cast_input,
+        outputs * once * ROUNDING_BYTES,
+        again=again,
+        kernels=ROUNDING_KERNELS,
+        quantizes=True,
+    )
+    read = WIDENING_BYTES + 2 * (WIDE_BYTES[recipe.product_format(table.cluster)] - 2)
+    forward, backward = (inputs + weights) * read, (2 * outputs + inputs + weights) * read
+    widened = Elementwise(
+        f"widen {name}", forward, backward, again=again, kernels=2 * WIDENING_KERNELS, quantizes=True
+    )
+    return (rounded, widened)
 
 
 def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None) -> tuple[Operation, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 
 from trainwright.present.parts import headline, section, table
-from trainwright.spec.checkpointing import SavedStep
+from trainwright.spec.checkpointing import SavedStep, ShownCommit
 from trainwright.spec.units import bytes_text, seconds_text
 
 
@@ -38,3 +38,16 @@ def checkpoints_view(directory: str, saves: Sequence[SavedStep], *, verified: bo
     if wrong:
         parts.append(section("Not whole", table([("step", ">"), ("", "<")], wrong)))
     return Group(*parts)
+
+
+def commit_view(commit: ShownCommit) -> RenderableType:
+    """What a commit holds."""
+    degrees = ", ".join(f"{axis} {size}" for axis, size in commit.layout.items() if size > 1) or "one rank"
+    what = f"{bytes_text(commit.num_bytes)} by {degrees}; next sample {commit.samples}"
+    files = [[name, bytes_text(num_bytes)] for name, num_bytes in commit.files.items()]
+    tensors = [[name, f"{kind}", " x ".join(map(str, shape))] for name, (kind, *shape) in commit.tensors.items()]
+    return Group(
+        headline(f"step {commit.step}: {commit.name}", what),
+        section("Files", table([("", "<"), ("size", ">")], files)),
+        section("Tensors", table([("", "<"), ("kind", "<"), ("shape", "<")], tensors)),
+    )

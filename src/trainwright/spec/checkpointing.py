@@ -25,6 +25,11 @@ class Checkpointing(Noun):
     """Where commits lie, which all ranks can reach; empty: `checkpoints` in the run's output."""
     deadline_s: Positive = 600.0
     """After which a save that has not ended is given up, and said to be late, with the rank that is."""
+    memory_every_steps: Natural = 0
+    """Keep each rank's state in the memory of its host and of peers so often too, for a run that is supervised; 0:
+    never."""
+    memory_replicas: Annotated[Count, Field(le=64)] = 2
+    """Hosts that keep each state, its own among them; of fewer hosts, all do."""
 
     @model_validator(mode="after")
     def _check(self) -> "Checkpointing":
@@ -32,6 +37,10 @@ class Checkpointing(Noun):
         if self.every_steps is not None and bound != type(self).model_fields["overhead_bound"].default:
             why = f"chooses the interval, which every_steps={self.every_steps} fixes; leave one of them out"
             reject("overhead_bound", bound, why)
+        replicas = self.memory_replicas
+        if not self.memory_every_steps and replicas != type(self).model_fields["memory_replicas"].default:
+            why = "is of states kept in memory; set memory_every_steps, or leave it out"
+            reject("memory_replicas", replicas, why)
         if self.every_steps is None and not self.asynchronous:
             why = "makes a step wait for the files, which overhead_bound does not count; set every_steps"
             reject("asynchronous", False, why)
@@ -59,3 +68,19 @@ class SavedStep(Noun):
     """For which the slowest rank's step waited for the copy in memory."""
     write_s: NonNegative = 0.0
     """Of the slowest rank."""
+
+
+class ShownCommit(Noun):
+    """A commit, as `checkpoint show` has it."""
+
+    name: str
+    step: Natural
+    samples: Natural
+    """Global number of the next sample."""
+    schedule_steps: Natural
+    num_bytes: Natural
+    layout: dict[str, int]
+    files: dict[str, Natural]
+    """Bytes, by name."""
+    tensors: dict[str, list[str | int]]
+    """Kind, as safetensors has it, and shape, by name."""

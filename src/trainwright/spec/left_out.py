@@ -27,7 +27,7 @@ LEFT_OUT = (
     ),
     LeftOut(
         "fp8 and fp4 scales of whole tensors, and the largest values of past steps that fp8-delayed makes them of",
-        "4 bytes per quantized tensor; 3 x 4 x 1,024 bytes per linear layer with fp8-delayed",
+        "4 bytes per quantized tensor; 12 bytes per linear layer and step of fp8-delayed's history",
     ),
     LeftOut(
         "statistics of routers: loads, biases that steer the choice, marks of the chosen",
@@ -40,7 +40,8 @@ LEFT_OUT = (
 )
 
 NOT_YET = (
-    "bytes kept by runs in fp8 and fp4: the planner counts them, and no program has been held against that",
+    "messages of 4 bytes by which ranks agree on the largest value of a tensor that they share out (fp8-delayed, "
+    "fp8-current and nvfp4 under tp and cp); peaks of runs in fp8 and fp4",
     "bytes kept for backward: counted to the last one for models in flash kernels, with grouped-query or latent "
     "attention and dense MLPs or experts, without dropout, norms of queries and keys, sinks, soft caps, windows, "
     "experts' biases, shared experts' gates and losses for balance, and with norms before the blocks; not of "

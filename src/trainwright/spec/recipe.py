@@ -191,9 +191,16 @@ class Recipe(Noun):
                 self.expert_imbalance,
                 "is for dropless routing; capacity_factor bounds the load",
             )
-        for field in ("emulate_precision", "gather_fp8", "dispatch_fp8", "activations_fp8"):
+        for field in ("emulate_precision", "precision_fallback", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        for field, is_read in (
+            ("amax_history_steps", bool(self.low_precision and self.low_precision.amax_history)),
+            ("precision_report_steps", self.is_low_precision),
+        ):
+            value = getattr(self, field)
+            if value != type(self).model_fields[field].default and not is_read:
+                reject(field, value, f"says nothing of precision={self.precision}; leave it out")
         if not self.reshard_after_forward and self.zero != 3:
             reject("reshard_after_forward", False, f"is for zero=3, which gathers parameters; zero is {self.zero}")
         if self.dp_replicate > 1 and self.zero == 0:
@@ -229,7 +236,11 @@ class Recipe(Noun):
         """In which the devices of a cluster compute the linear layers' matmuls."""
         if not self.emulate_precision:
             return self.matmul_format
-        return "fp32" if cluster.peak("bf16") is None else "bf16"
+        low = self.low_precision
+        # A CPU's bf16 matmul rounds its sums, which such scales are still to be multiplied with.
+        scales_sums = low is not None and (low.tensor_scale or not (low.powers_of_two or low.activation.along))
+        on_cpu = cluster.device.kind == "cpu"
+        return "fp32" if cluster.peak("bf16") is None or (on_cpu and scales_sums) else "bf16"
 
     @property
     def activation_format(self) -> Format:

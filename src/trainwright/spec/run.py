@@ -19,6 +19,7 @@ from trainwright.spec.model import GroupedQueryAttention, LatentAttention, Model
 from trainwright.spec.recipe import PRECISIONS, RECOMPUTE_OPS, Recipe, RecomputeOp, has_hardware
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
+from trainwright.spec.supervision import Guard, Supervision
 
 OF_EXPERTS = (
     "capacity_factor",
@@ -65,6 +66,10 @@ class Run(Noun):
     """None: open-ended; `train --steps` says how far."""
     checkpoint: Checkpointing | None = None
     """None: nothing is saved on the way."""
+    supervision: Supervision | None = None
+    """None: a failure ends the run."""
+    guard: Guard | None = None
+    """None: every step moves the weights."""
     model: ModelSpec
     cluster: ClusterSpec
 
@@ -91,6 +96,7 @@ class Run(Noun):
         self._check_batch()
         self._check_cluster()
         self._check_data()
+        self._check_faults()
         return self
 
     def _check_batch(self) -> None:
@@ -131,6 +137,18 @@ class Run(Noun):
                 "lower the degrees or give fabric.nics_per_node",
             )
         require_hardware(self.recipe, cluster)
+
+    def _check_faults(self) -> None:
+        saves, guard, supervision = self.checkpoint, self.guard, self.supervision
+        if guard is not None and guard.action == "roll_back" and (saves is None or saves.every_steps is None):
+            why = "needs commits at steps that don't depend on time; set checkpoint.every_steps"
+            reject("guard.action", guard.action, why)
+        if saves is not None and saves.memory_every_steps and supervision is None:
+            why = "is for a run that is supervised, as memory is given back by the supervisor; set supervision"
+            reject("checkpoint.memory_every_steps", saves.memory_every_steps, why)
+        if supervision is not None and supervision.grow_after_steps and saves is None:
+            why = "stops the run at a commit, and none is made; set checkpoint.every_steps, or leave it out"
+            reject("supervision.grow_after_steps", supervision.grow_after_steps, why)
 
     def _check_model(self) -> None:
         layout, vocab = self.layout, self.model.vocab_size

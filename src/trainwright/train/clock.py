@@ -43,6 +43,8 @@ class Clock:
         self.precise = False
         self.named: Callable[[str], AbstractContextManager[object]] | None = None
         """While a profiler records: how it is told of a cause."""
+        self.on_change: Callable[[str], None] = lambda cause: None
+        """Told of every change of cause as the program comes by it."""
         self.restart()
 
     def restart(self) -> None:
@@ -61,6 +63,7 @@ class Clock:
         with self.named(cause) if self.named is not None else nullcontext():
             self._charge()
             self._stack.append(cause)
+            self.on_change(cause)
             if self._marks is not None:
                 self._marks.change(cause)
             try:
@@ -68,6 +71,7 @@ class Clock:
             finally:
                 self._charge()
                 self._stack.pop()
+                self.on_change(self.cause)
                 if self._marks is not None:
                     self._marks.change(self.cause)
 

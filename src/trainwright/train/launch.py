@@ -5,17 +5,22 @@ its workers; if it doesn't within `PATIENCE_S` seconds, it is killed with what i
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+
+from trainwright.spec.run import Run
 
 PATIENCE_S = 15.0
 
-# One thread per rank: ranks share the cores. The other three silence libraries that print on every start.
+# One thread per rank: ranks share the cores. The next three silence libraries that print on every
+# start; the last is how many collectives PyTorch's flight recorder keeps, of which a hang is explained.
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -23,17 +28,30 @@ WORKER_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "KINETO_LOG_LEVEL": "99",
     "PYTHONWARNINGS": "ignore",
+    "TORCH_FR_BUFFER_SIZE": "256",
 }
 
 
-def launch(arguments: Sequence[str], num_ranks: int, *, on_line: Callable[[str], None] | None = None) -> int:
+def launch(
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    on_line: Callable[[str], None] | None = None,
+    supervised: Run | None = None,
+    plants: Path | None = None,
+) -> int:
     """Run `trainwright <arguments>` on `num_ranks` processes of this node; returns the workers' exit status.
 
     `on_line` gets each line of their output (stdout and stderr together); without it they write to ours.
-    Ctrl-C gives 130, SIGTERM 143.
+    Ctrl-C gives 130, SIGTERM 143. `supervised`: the run, which has a table `supervision`, that they carry out;
+    `plants`: faults to put into it.
     """
-    call = f"supervise({num_ranks}, {list(arguments)!r})"
-    program = f"from trainwright.train.supervisor import supervise; raise SystemExit({call})"
+    if supervised is None:
+        call = f"supervise({num_ranks}, {list(arguments)!r})"
+    else:
+        planted = None if plants is None else str(plants)
+        call = f"supervise_run({json.dumps(supervised.plain())!r}, {list(arguments)!r}, {planted!r})"
+    program = f"from trainwright.train.supervisor import supervise, supervise_run; raise SystemExit({call})"
     child = subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, **WORKER_ENVIRONMENT},

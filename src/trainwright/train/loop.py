@@ -22,11 +22,13 @@ from trainwright.train.clock import Clock
 from trainwright.train.data import Batch, PackedDataset
 from trainwright.train.device_clock import DeviceClock
 from trainwright.train.door import require_recordable, require_trainable
+from trainwright.train.faults.attendant import Attendant, Watched
+from trainwright.train.faults.reasons import RollBack
 from trainwright.train.instrument import waits_charged
 from trainwright.train.journal import Journal
 from trainwright.train.mesh import Mesh, failing_in_turn, joined
 from trainwright.train.optimizer import learning_rate
-from trainwright.train.parallelize import StepResult, Trainer, parallelize
+from trainwright.train.parallelize import StepResult, parallelize
 from trainwright.train.precision.recipes import engine_of
 from trainwright.train.profiling import Recorders
 from trainwright.train.shards import INDEX, open_shards
@@ -58,6 +60,7 @@ def train(
     recomputed_flops_per_token: float = 0.0,
     on_step: OnStep = lambda record, seconds: None,
     on_note: Callable[[str], None] = lambda text: None,
+    watched: Watched | None = None,
 ) -> None:
     """Train `run` on this rank until `steps` are done, or as many as its budget says; every rank calls it alike.
     Where commits of the run lie in its directory, it goes on from the newest that is whole.
@@ -67,10 +70,10 @@ def train(
     seconds by cause are known), and `on_note` what the user should know of checkpoints; every rank writes its
     seconds by cause. mfu is 0 where the cluster has no peak for the precision; `recomputed_flops_per_token` is
     what hfu counts beside. Steps of `profiled` are recorded by torch.profiler, those of `snapshot` in the
-    allocator's history.
+    allocator's history. `watched`: where this rank beats for whoever supervises it.
 
     Raises `InvalidSpec` for a run that can't be trained, bad data, commits of another run and an output that can't
-    be written.
+    be written; `RunEnded` on all ranks where the state is corrupt, or the run diverged.
     """
     require_trainable(run.check())
     wanted = steps if steps is not None else run.steps
@@ -84,7 +87,10 @@ def train(
         # On a GPU the program runs ahead of the device, which therefore has a clock of its own.
         device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if mesh.device.type == "cuda" else None
         clock = Clock(torch.cuda.synchronize if device else None, device)
+        if watched is not None:
+            watched.phase("loading")
         trainer = parallelize(run, mesh, clock)
+        attendant = Attendant(trainer, watched, on_note)
         keeper = Keeper(
             trainer,
             directory_of(run.checkpoint, out_dir),
@@ -92,23 +98,27 @@ def train(
             mark_of(dataset.shards),
             schedule_steps=max(wanted, run.steps or 0),
             tell=on_note,
+            attendant=attendant,
         )
-        with failing_in_turn(mesh), keeping(keeper):
+        with failing_in_turn(mesh), keeping(keeper), attendant.leaving_reasons():
             start = keeper.resume()
             if start.step >= wanted:
                 if mesh.rank == 0:
                     on_note(f"all {wanted} steps are done; train further with --steps or a larger budget")
                 return
             require_recordable(run, wanted, profiled, snapshot, start.step)
-            journal = Journal(out_dir, start.step) if mesh.rank == 0 else None
-            with (
-                journal or nullcontext(),
-                Telemetry(out_dir, mesh.rank, device, start.step) as telemetry,
-                waits_charged(clock, mesh.device),
-            ):
-                recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
-                writers = _Writers(journal, telemetry, recorders, on_step, on_note, recomputed_flops_per_token)
-                _train_on(keeper, dataset, start, wanted, writers)
+            again: Position | None = start
+            while again is not None:
+                start = again
+                journal = Journal(out_dir, start.step) if mesh.rank == 0 else None
+                with (
+                    journal or nullcontext(),
+                    Telemetry(out_dir, mesh.rank, device, start.step) as telemetry,
+                    waits_charged(clock, mesh.device),
+                ):
+                    recorders = Recorders(mesh, clock, out_dir, run.hash, profiled, snapshot)
+                    writers = _Writers(journal, telemetry, recorders, on_step, on_note, recomputed_flops_per_token)
+                    again = _train_on(keeper, dataset, start, wanted, writers)
 
 
 def require_device(run: Run, device: torch.device) -> None:
@@ -135,9 +145,11 @@ class _Writers:
     recomputed_flops_per_token: float
 
 
-def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: int, writers: _Writers) -> None:
-    """From `start` to the end."""
-    trainer, run = keeper.trainer, keeper.trainer.run
+def _train_on(
+    keeper: Keeper, dataset: PackedDataset, start: Position, wanted: int, writers: _Writers
+) -> Position | None:
+    """From `start` to the end; or until the run is to go on from an earlier position, which it gives."""
+    trainer, run, attendant = keeper.trainer, keeper.trainer.run, keeper.attendant
     watch = Watch(trainer, wanted - start.step)
     origin = start.samples - start.step * run.recipe.global_batch
     for step in range(start.step, wanted):
@@ -145,9 +157,15 @@ def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: i
         batch = partial(batch_of, run, dataset, step, trainer.mesh.coordinate.dp, origin)
         low_precision = trainer.low_precision
         is_watched = low_precision is not None and low_precision.watch(step + 1)
-        with writers.recorders.around(step + 1):
-            body = partial(_step, trainer, batch, lr)
-            result = watch.around(step - start.step, body, is_recorded=writers.recorders.slows(step + 1))
+        after = origin + (step + 1) * run.recipe.global_batch
+        attendant.begin(step + 1)
+        try:
+            with writers.recorders.around(step + 1):
+                body = partial(_step, attendant, step + 1, batch, lr)
+                result, lr = watch.around(step - start.step, body, is_recorded=writers.recorders.slows(step + 1))
+        except RollBack as bad:
+            return keeper.rolled_back(str(bad), after)
+        attendant.end(step + 1, watch.last_seconds)
         writers.recorders.after(step + 1)
         if low_precision is not None and is_watched:
             _tell_precision(low_precision.report(step + 1), trainer.mesh, writers)
@@ -158,7 +176,7 @@ def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: i
             if writers.telemetry.latest is not None:
                 writers.journal.seconds(writers.telemetry.latest)
             writers.on_step(record, writers.telemetry.latest)
-        done = Position(step + 1, origin + (step + 1) * run.recipe.global_batch)
+        done = Position(step + 1, after, attendant.guard_state)
         began_s = time.perf_counter()
         keeper.after_step(done, watch.last_step_s, is_last=step + 1 == wanted)
         is_saving = keeper.policy is not None
@@ -166,6 +184,7 @@ def _train_on(keeper: Keeper, dataset: PackedDataset, start: Position, wanted: i
     records = _on_rank_0(watch.record(), trainer.mesh)
     if writers.journal is not None:
         writers.journal.ledger(records)
+    return None
 
 
 def _tell_precision(own: PrecisionRecord, mesh: Mesh, writers: _Writers) -> None:
@@ -188,10 +207,10 @@ def _tell_precision(own: PrecisionRecord, mesh: Mesh, writers: _Writers) -> None
         writers.on_note(f"step {own.step}: {alarm}")
 
 
-def _step(trainer: Trainer, batch: Callable[[], Batch], lr: float) -> StepResult:
-    with trainer.clock.of("data"):
+def _step(attendant: Attendant, step: int, batch: Callable[[], Batch], lr: float) -> tuple[StepResult, float]:
+    with attendant.trainer.clock.of("data"):
         made = batch()
-    return trainer.step(made, lr)
+    return attendant.step(step, made, lr)
 
 
 def _dataset(run: Run, directory: Path) -> PackedDataset:

@@ -28,6 +28,8 @@ from trainwright.spec.layout import Coordinate, Layout
 
 TIMEOUT_S = 300.0
 """For a rank to answer. Longer than any step or compilation, shorter than anyone's patience."""
+BACKENDS = ("gloo", "NCCL", "Gloo", "TCPStore", "ProcessGroup")
+"""One of which an error names that comes of a peer's end."""
 FAIL_LATER_S = 5.0
 """Longer than a supervisor takes to see a worker gone, and than that worker takes to go."""
 
@@ -192,8 +194,8 @@ def failing_in_turn(mesh: Mesh) -> Iterator[None]:
     what the user reads is what the first one said."""
     try:
         yield
-    except RuntimeError:
-        if mesh.layout.world > 1:
+    except RuntimeError as error:
+        if mesh.layout.world > 1 and any(name in str(error) for name in BACKENDS):
             time.sleep(FAIL_LATER_S)
         raise
 

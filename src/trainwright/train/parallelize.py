@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from trainwright.spec.precision import LOW_PRECISION
-from trainwright.spec.recipe import Precision
 from trainwright.spec.run import Run
 from trainwright.spec.schedule import SCHEDULES
 from trainwright.spec.stages import layers_of_stages
@@ -46,13 +45,13 @@ from trainwright.train.parallel.tied import sum_over_ends
 from trainwright.train.parallel.twins import sum_over_twins
 from trainwright.train.precision.apply import LowPrecisionLayers
 
-COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp64": torch.float64,
     **dict.fromkeys(LOW_PRECISION, torch.bfloat16),
 }
-MASTER_DTYPE: dict[Precision, torch.dtype] = {
+MASTER_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.float32,
     "fp64": torch.float64,
@@ -129,6 +128,13 @@ class Trainer:
         self.balance.after_update()
         if self.low_precision is not None:
             self.low_precision.after_update()
+
+    def leave_out(self) -> None:
+        """Drop the gradients of a step that is to move nothing."""
+        self.data_parallel.after_update()
+        self.balance.begin_anew()
+        if self.low_precision is not None:
+            self.low_precision.begin_anew()
 
     @property
     def ranks_of_a_stage(self) -> int:

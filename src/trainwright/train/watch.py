@@ -10,15 +10,18 @@ that is measured with what it has.
 
 import statistics
 from collections.abc import Callable
+from typing import TypeVar
 
 from trainwright.spec.ledger import STEP_SECONDS, seen_seconds
 from trainwright.spec.record import RankRecord
 from trainwright.train.door import WARM_UP
 from trainwright.train.instrument import looked_at_closely, peak_bytes_of
 from trainwright.train.parallel.local import bytes_of
-from trainwright.train.parallelize import StepResult, Trainer
+from trainwright.train.parallelize import Trainer
 
 INSTRUMENTED = 3
+Result = TypeVar("Result")
+"""What a step's body gives, which is handed through."""
 
 
 class Watch:
@@ -45,11 +48,11 @@ class Watch:
         """Median of the plainly timed steps."""
         return statistics.median(self._plain_s or self._all_s)
 
-    def around(self, step: int, body: Callable[[], StepResult], *, is_recorded: bool = False) -> StepResult:
+    def around(self, step: int, body: Callable[[], Result], *, is_recorded: bool = False) -> Result:
         """Run the body of step `step` (from 0) and measure it as its kind asks. One that a profiler records is
         slower, and counts for no time."""
         clock, mesh = self._trainer.clock, self._trainer.mesh
-        results: list[StepResult] = []
+        results: list[Result] = []
         clock.restart()
         if step < WARM_UP:
             self.peak_bytes = max(self.peak_bytes, peak_bytes_of(lambda: results.append(body()), mesh.device))

@@ -20,6 +20,7 @@ save, which a thread beside the steps could not call on the groups of the steps;
     snapshot.py   a copy of the blocks in memory
     saving.py     files from the copy, in a thread
     restoring.py  the state from a commit of any layout
+    memory.py     the state in the memory of hosts
     frequency.py  how often
     keeper.py     all of it around the loop
 """

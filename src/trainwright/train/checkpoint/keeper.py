@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,21 @@ import torch.distributed as dist
 
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec, reject
+from trainwright.spec.supervision import GuardState
 from trainwright.train.checkpoint.directory import FOLDER, Save, locked, save_of, saves_in
 from trainwright.train.checkpoint.frequency import Frequency
 from trainwright.train.checkpoint.identity import require_same_data, require_same_run
 from trainwright.train.checkpoint.manifest import FORMAT, Damaged, DataMark, Manifest, Part
+from trainwright.train.checkpoint.memory import MemoryTier, Recovered
 from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.restoring import restore
 from trainwright.train.checkpoint.saving import OTHER_FAILED, Writing, commit, write_part
 from trainwright.train.checkpoint.snapshot import Snapshot
 from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.checkpoint.writers import WritePlan, planned
+from trainwright.train.faults.attendant import Attendant
+from trainwright.train.faults.reasons import Diverged
+from trainwright.train.faults.shared import MEMORY
 from trainwright.train.parallelize import Trainer
 
 POLL_S = 0.02
@@ -46,6 +51,7 @@ class Position:
     """Steps that are done."""
     samples: int
     """Global number of the next sample."""
+    guard: GuardState = field(default_factory=GuardState)
 
 
 def directory_of(policy: Checkpointing | None, out_dir: Path) -> Path:
@@ -64,6 +70,7 @@ class Keeper:
     schedule_steps: int
     tell: Tell
     """For notes to the user; of the first rank."""
+    attendant: Attendant
     generation: int = 1
     _rejected: frozenset[str] = frozenset()
     _frequency: Frequency = field(default_factory=lambda: Frequency(Checkpointing()))
@@ -73,21 +80,33 @@ class Keeper:
     _save: Save | None = None
     _told_busy: bool = False
     _told_failure: bool = False
+    _memory: MemoryTier | None = None
     _next_interval: int = 0
     """What the first rank made of the last save; 0: nothing yet."""
 
     def __post_init__(self) -> None:
-        if self.policy is not None:
-            self._frequency = Frequency(self.policy)
+        if self.policy is None:
+            return
+        self._frequency = Frequency(self.policy)
+        watched = self.attendant.watched
+        if self.policy.memory_every_steps and watched is not None:
+            replicas, shared = self.policy.memory_replicas, watched.shared / MEMORY
+            self._memory = MemoryTier(self.trainer, shared, replicas, self.schedule_steps)
+            self._note(f"memory tier: {self._memory.text}")
 
     # Resuming
 
-    def resume(self) -> Position:
+    def resume(self, *, is_rolled_back: bool = False) -> Position:
         """Load the newest commit that is whole and this run's; the beginning where there is none. Raises
         `InvalidSpec` where that commit is of another run or a newer format, or all commits are damaged."""
         saves = self.agreed(saves_in(self.root) if self._is_first else [])
         self.generation = 1 + max((save.generation for save in saves), default=0)
         rejected: dict[str, str] = {}
+        if self._memory is not None and not is_rolled_back:
+            newest = max((save.step for save in saves if save.is_committed), default=0)
+            recovered = self._memory.recover(self.agreed(newest))
+            if recovered is not None:
+                return self._from_memory(recovered)
         for save in saves:
             outcome = self._loaded(save)
             if isinstance(outcome, Manifest):
@@ -96,7 +115,8 @@ class Keeper:
                 if outcome.schedule_steps != self.schedule_steps:
                     over = f"{self.schedule_steps} steps, and was over {outcome.schedule_steps}"
                     self._note(f"the learning rate takes its course over {over}")
-                return Position(outcome.step, outcome.samples)
+                self.attendant.resumed(outcome.guard, is_rolled_back=is_rolled_back)
+                return Position(outcome.step, outcome.samples, self.attendant.guard_state)
             rejected[save.name] = outcome
         why = ""
         if self._is_first and any(save.is_committed for save in saves):
@@ -107,6 +127,28 @@ class Keeper:
             reject("checkpoint.directory", str(self.root), why)
         self._pass_over(rejected)
         return Position(0, 0)
+
+    def _from_memory(self, recovered: Recovered) -> Position:
+        seconds = max(self._of_all(recovered.seconds))
+        peers = f", {recovered.from_peers} of its ranks from a peer's" if recovered.from_peers else ""
+        self._note(f"resumed at step {recovered.step} from memory{peers}, in {seconds:.3f} s")
+        self.attendant.resumed(recovered.guard, is_rolled_back=False)
+        return Position(recovered.step, recovered.samples, self.attendant.guard_state)
+
+    def rolled_back(self, why: str, samples: int) -> Position:
+        """Load the newest commit again, and go on from there with the sample of that number. Raises `Diverged`, on
+        all ranks, where there is none."""
+        assert self.policy is not None
+        self._ended(self.policy.deadline_s)
+        self._plan = self._snapshot = None
+        there = any(save.is_committed for save in saves_in(self.root)) if self._is_first else False
+        if not self.agreed(there):
+            raise Diverged(f"{why}, and there is no commit to roll back to")
+        if self._memory is not None:
+            self._memory.forget()
+        position = self.resume(is_rolled_back=True)
+        self._note(f"{why}: rolled back to step {position.step}, and on with sample {samples}")
+        return replace(position, samples=samples)
 
     def _pass_over(self, rejected: dict[str, str]) -> None:
         self._rejected = frozenset(rejected)
@@ -144,6 +186,10 @@ class Keeper:
         """Called when a step is done: save if it is time to, and always after the last one."""
         if self.policy is None:
             return
+        if self._memory is not None and (position.step % self.policy.memory_every_steps == 0 or is_last):
+            self._memory.save(position.step, position.samples, position.guard)
+            if is_last:
+                self._memory.wait()
         self._frequency.stepped(step_s, is_writing=self._writing is not None and self._writing.is_alive())
         if not self._frequency.is_due(position.step) and not is_last:
             return
@@ -162,6 +208,7 @@ class Keeper:
             reject("checkpoint.directory", str(self.root), what)
 
     def _begin(self, position: Position) -> None:
+        self.attendant.before_save(position.step)
         mesh = self.trainer.mesh
         if self._plan is None or self._snapshot is None:
             self._plan = planned(held_blocks(self.trainer), mesh.rank, mesh.layout.world)
@@ -194,6 +241,7 @@ class Keeper:
             generation=self.generation,
             step=position.step,
             samples=position.samples,
+            guard=position.guard,
             schedule_steps=self.schedule_steps,
             written_at_s=time.time(),
             data=self.mark,
@@ -229,6 +277,8 @@ class Keeper:
         if failed:
             self._tell_failure()
             self._remove_rest()
+        elif self._writing is not None and self._save is not None:
+            self.attendant.committed(self._save.step)
         if interval:
             self._frequency.interval = int(interval)
         self._writing = None

@@ -9,10 +9,12 @@ from typing import Any
 
 from trainwright.spec.base import Natural, NonNegative, Noun, Sequence
 from trainwright.spec.errors import InvalidSpec, reject
+from trainwright.spec.supervision import GuardState
 from trainwright.train.checkpoint.files import digest_of
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""1 had no `guard`."""
 
 
 class Damaged(Exception):
@@ -80,6 +82,7 @@ class Manifest(Noun):
     that no generator's state is kept."""
     samples: Natural
     """Global number of the next sample."""
+    guard: GuardState = GuardState()
     schedule_steps: Natural
     """Over which the learning rate takes its course."""
     written_at_s: NonNegative

@@ -108,7 +108,7 @@ def restore(trainer: Trainer, reader: Reader, manifest: Manifest) -> None:
     """Give a trainer the state of a commit. Where it raises `Damaged`, some tensors have it and some don't."""
     source = Source(reader, manifest)
     _fill_each(source, held_weights(trainer))
-    make_moments(trainer, manifest.step)
+    make_moments(trainer, manifest.step - manifest.guard.skipped)
     for name, parameter, moments in kept_moments(trainer):
         for kind, values in moments.items():
             if f"{kind}_scale" in moments:

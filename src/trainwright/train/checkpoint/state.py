@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from trainwright.train.checkpoint.headers import slices_text
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.initialize import global_name
 from trainwright.train.moments import BLOCK
@@ -107,11 +108,6 @@ def blocks_of_moment(name: str, parameter: torch.Tensor, kind: str, values: torc
 def name_of_scale(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """Of the scales of a block's moment."""
     return f"{name}@{slices_text(start, shape)}"
-
-
-def slices_text(start: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """`0:16,32:64`: a block's rows and columns in the whole."""
-    return ",".join(f"{first}:{first + size}" for first, size in zip(start, shape, strict=True))
 
 
 def place_of(tensor: torch.Tensor) -> Place:

@@ -6,7 +6,6 @@ safetensors: `weights-RANK` and `optimizer-RANK`. A block that is not the whole 
 `NAME@START:STOP,...`.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from trainwright.train.checkpoint.files import digest_of
+from trainwright.train.checkpoint.headers import block_title, header_of
 from trainwright.train.checkpoint.manifest import FileEntry, TensorEntry
-from trainwright.train.checkpoint.state import Held, slices_text
+from trainwright.train.checkpoint.state import Held
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -29,8 +29,6 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
 }
 """Of the state, by safetensors' names."""
-HEADER_MULTIPLE = 64
-"""Headers are filled up with spaces, so that data are aligned."""
 
 
 @dataclass(frozen=True)
@@ -115,31 +113,25 @@ def _files(items: Iterable[WriteItem], rank: int) -> Iterable[FilePlan]:
         yield _file(f"{kind}-{rank:05d}.safetensors", of_kind)
 
 
-def _file(name: str, items: list[WriteItem]) -> FilePlan:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at, slots = 0, []
+def _file(name_of_file: str, items: list[WriteItem]) -> FilePlan:
+    blocks = []
     for item in items:
         data = _data_of(item)
         start, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        slot = Slot((item.index.fqn, start), shape, data.properties.dtype, at)
-        title = item.index.fqn
-        if shape != tuple(data.size):
-            title = f"{title}@{slices_text(start, shape)}"
-        header[title] = {
-            "dtype": DTYPES[slot.dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + slot.num_bytes],
-        }
-        slots.append(slot)
-        at += slot.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % HEADER_MULTIPLE)
-    whole = len(text).to_bytes(8, "little") + text
-    entry = FileEntry(
-        name=name, length_bytes=len(whole) + at, header_bytes=len(whole), header_digest=digest_of(whole)
+        blocks.append((item.index.fqn, start, shape, tuple(data.size), data.properties.dtype))
+    header, offsets = header_of(
+        (block_title(name, start, shape, whole), DTYPES[dtype], shape)
+        for name, start, shape, whole, dtype in blocks
     )
-    moved = (Slot(each.key, each.shape, each.dtype, each.offset_bytes + len(whole)) for each in slots)
-    return FilePlan(entry, whole, tuple(moved))
+    slots = tuple(
+        Slot((name, start), shape, dtype, offset)
+        for (name, start, shape, _, dtype), offset in zip(blocks, offsets, strict=True)
+    )
+    length = len(header) + sum(slot.num_bytes for slot in slots)
+    entry = FileEntry(
+        name=name_of_file, length_bytes=length, header_bytes=len(header), header_digest=digest_of(header)
+    )
+    return FilePlan(entry, header, slots)
 
 
 def _data_of(item: WriteItem) -> TensorWriteData:

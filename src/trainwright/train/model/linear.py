@@ -17,5 +17,5 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.product: Product = F.linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # PyTorch's name
+        return self.product(input, self.weight, self.bias)

@@ -50,4 +50,9 @@ class Balance:
         for mixture, load_X in zip(self._mixtures, parts, strict=True):
             assert mixture.balance_bias is not None
             mixture.balance_bias.copy_(moved_bias(mixture.balance_bias, load_X, self._rate))
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the loads that were counted."""
+        for mixture in self._mixtures:
             mixture.load_X.zero_()

@@ -133,7 +133,7 @@ class LowPrecisionLayers:
             if getattr(experts, name) is None:
                 continue
             cut: Role = "input" if name == "down" else "gradient"
-            over = {"input": [*TOKENS], "weight": ["etp"], "gradient": [*TOKENS]}
+            over: dict[Role, list[str]] = {"input": [*TOKENS], "weight": ["etp"], "gradient": [*TOKENS]}
             over[cut].append("etp")
             if self._low.amax_history:
                 over["weight"].append("ep")  # All experts have one.
@@ -145,7 +145,9 @@ class LowPrecisionLayers:
 
     def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
         groups = self._mesh.groups
-        here = {role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()}
+        here: dict[Role, list[dist.ProcessGroup]] = {
+            role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()
+        }
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
             steps = self._recipe.amax_history_steps
@@ -199,6 +201,11 @@ class LowPrecisionLayers:
             weight.forget()
         for layer in self.delayed.values():
             layer.restored()
+
+    def begin_anew(self) -> None:
+        """Forget what the step has seen, which is to leave no trace."""
+        for layer in self.delayed.values():
+            layer.seen_R.zero_()
 
     def after_update(self) -> None:
         """The weights have moved, and a step's largest values are known."""

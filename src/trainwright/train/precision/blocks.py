@@ -27,7 +27,7 @@ def in_blocks(x: torch.Tensor, size: Size) -> tuple[torch.Tensor, bool]:
     """x, or x transposed if it lies so in memory, as (..., row blocks, rows, column blocks, columns), with zeros
     beyond its edges; and whether it is transposed."""
     transposed = is_transposed(x)
-    x, size = (x.mT, size[::-1]) if transposed else (x.contiguous(), size)
+    x, size = (x.mT, (size[1], size[0])) if transposed else (x.contiguous(), size)
     (rows, height), (columns, width) = (
         (-(-length // block), block) if block else (1, max(length, 1))
         for length, block in zip(x.shape[-2:], size, strict=True)

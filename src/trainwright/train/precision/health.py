@@ -25,7 +25,7 @@ seen), below what an activation that has outgrown its history does (94%)."""
 
 class Alarm(NamedTuple):
     layer: str
-    role: Role
+    role: str
     health: TensorHealth
 
     @property
@@ -53,22 +53,23 @@ class Health:
         if self.is_on and x.numel():
             self._counts.setdefault((layer, role), []).append(counts(x, quantized))
 
-    def taken(self, layers: Sequence[str], mesh: Mesh, axes: Sequence[str]) -> dict[str, dict[Role, TensorHealth]]:
+    def taken(self, layers: Sequence[str], mesh: Mesh, axes: Sequence[str]) -> dict[str, dict[str, TensorHealth]]:
         """Of each of this rank's layers and their tensors, over the ranks of the axes, all of which call it; and
         counts begin anew."""
-        places = [(layer, role) for layer in sorted(layers) for role in ROLES]
+        places: list[tuple[str, Role]] = [(layer, role) for layer in sorted(layers) for role in ROLES]
         sums_P3 = torch.zeros(len(places), 3, dtype=torch.float64, device=mesh.device)
         amax_P = torch.zeros(len(places), device=mesh.device)
         for place, key in enumerate(places):
             for each in self._counts.get(key, ()):
-                sums_P3[place] += torch.stack((torch.tensor(float(each.values)), each.overflow, each.underflow))
+                values = each.overflow.new_tensor(each.values)
+                sums_P3[place] += torch.stack((values, each.overflow, each.underflow))
                 amax_P[place] = torch.maximum(amax_P[place], each.amax)
         self._counts.clear()
         for axis in axes:
             if axis in mesh.groups:
                 dist.all_reduce(sums_P3, group=mesh.groups[axis])
                 dist.all_reduce(amax_P, dist.ReduceOp.MAX, group=mesh.groups[axis])
-        found: dict[str, dict[Role, TensorHealth]] = {}
+        found: dict[str, dict[str, TensorHealth]] = {}
         for (layer, role), (values, overflow, underflow), amax in zip(
             places, sums_P3.tolist(), amax_P.tolist(), strict=True
         ):
@@ -78,7 +79,7 @@ class Health:
         return found
 
 
-def alarms_of(health: dict[str, dict[Role, TensorHealth]]) -> list[Alarm]:
+def alarms_of(health: dict[str, dict[str, TensorHealth]]) -> list[Alarm]:
     """Tensors whose scale has saturated."""
     return [
         Alarm(layer, role, each)

@@ -75,7 +75,8 @@ class Delayed:
     def advance(self) -> None:
         """The step is over, and `seen_R` is that of all ranks."""
         self.history_RH[:, 1:] = self.history_RH[:, :-1].clone()
-        self.history_RH[:, 0] = self.seen_R
+        # A value that is no number says nothing of the steps to come, and would stay for all of them.
+        self.history_RH[:, 0] = self.seen_R.where(self.seen_R.isfinite(), torch.zeros_like(self.seen_R))
         self.past_R = self.history_RH.amax(1)
         self.seen_R.zero_()
         self.is_new = False

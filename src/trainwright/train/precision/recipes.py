@@ -1,46 +1,29 @@
-"""What each low precision makes of a linear layer's three products, y = x w^T (w has out rows and in columns):
+"""How a linear layer's six operands are quantized in each low precision: `spec/precision.py`'s facts, as
+formats and scalings. Of y = x w^T, where w has out rows and in columns:
 
     fprop    input (tokens, in) and weight (out, in)             summed over in
     dgrad    gradient (tokens, out) and weight (in, out)         summed over out
     wgrad    gradient (out, tokens) and input (in, tokens)       summed over tokens
 
-Operands are quantized along the dim that is summed, so five of the six are views or their transposes of three
-tensors. Where `Operand.serves`, one quantization is enough for both.
+Operands are quantized along the dim that is summed, from the unquantized tensor or a transposed view of it. Where
+`Operand.serves`, the first quantization is enough for both.
 
-fp8-delayed, fp8-current   Transformer Engine's DelayedScaling and Float8CurrentScaling (TE, common/recipe):
-                           HYBRID, which is E4M3 forward and E5M2 for gradients, one fp32 scale a tensor
-fp8-rowwise                torchao's "rowwise" (torchao/float8/config.py): E4M3, a power of two for each row along
-                           the summed dim, anew for each product
-fp8-block                  DeepSeek-V3 (arXiv:2412.19437 s3.3.2) as TE's Float8BlockScaling: E4M3, 1x128 of
-                           activations and gradients, 128x128 of weights, powers of two
-mxfp8                      TE's MXFP8BlockScaling: E4M3, 1x32, E8M0 rounded up; both directions from the
-                           unquantized tensor (arXiv:2506.08027)
-nvfp4                      arXiv:2509.25149 s4, TE's NVFP4BlockScaling: E2M1, 1x16 with E4M3 scales; weights 16x16,
-                           so that forward and backward see the same; gradients rounded stochastically; both
-                           operands of wgrad through the Hadamard transform
+Rules that the facts leave open (`scales.py` has them): scales of tensors are Transformer Engine's, fp32 that
+aren't powers of two; all other fp32 scales are powers of two; E8M0 is rounded up. Rounding is to nearest, and
+by chance where a precision says so of gradients. Hadamard's transform is of both operands of wgrad.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from trainwright.spec.recipe import Precision
+from trainwright.spec import precision as facts
 from trainwright.train.precision.formats import E2M1, E4M3, E5M2, NumberFormat
 from trainwright.train.precision.hadamard import transformed
 from trainwright.train.precision.noise import Noise
 from trainwright.train.precision.product import Engine, engine
-from trainwright.train.precision.quantized import (
-    BLOCK,
-    MX,
-    NV,
-    NV_BLOCK,
-    ROW,
-    TENSOR,
-    TILE,
-    Quantized,
-    Scaling,
-    quantize,
-)
+from trainwright.train.precision.quantized import Quantized, Scaling, quantize
+from trainwright.train.precision.scales import Rule
 
 
 @dataclass(frozen=True)
@@ -85,33 +68,41 @@ class Operands:
     wgrad_input: Operand
 
 
-def _same(activation: Operand, weight: Operand, gradient: Operand) -> Operands:
-    return Operands(activation, weight, gradient, weight, gradient, activation)
+FORMATS: dict[facts.Values, NumberFormat] = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}
 
 
-_NV_GRADIENT = Operand(E2M1, NV, is_stochastic=True)
-_NV_INPUT, _NV_WEIGHT = Operand(E2M1, NV), Operand(E2M1, NV_BLOCK)
-_HYBRID = _same(Operand(E4M3, TENSOR), Operand(E4M3, TENSOR), Operand(E5M2, TENSOR))
-
-RECIPES: dict[Precision, Operands] = {
-    "fp8-delayed": _HYBRID,
-    "fp8-current": _HYBRID,
-    "fp8-rowwise": _same(Operand(E4M3, ROW), Operand(E4M3, ROW), Operand(E4M3, ROW)),
-    "fp8-block": _same(Operand(E4M3, TILE), Operand(E4M3, BLOCK), Operand(E4M3, TILE)),
-    "mxfp8": _same(Operand(E4M3, MX), Operand(E4M3, MX), Operand(E4M3, MX)),
-    "nvfp4": Operands(
-        fprop_input=_NV_INPUT,
-        fprop_weight=_NV_WEIGHT,
-        dgrad_gradient=_NV_GRADIENT,
-        dgrad_weight=_NV_WEIGHT,
-        wgrad_gradient=replace(_NV_GRADIENT, is_transformed=True),
-        wgrad_input=replace(_NV_INPUT, is_transformed=True),
-    ),
-}
-"""fp8-delayed differs from fp8-current in where amax comes from: `Operand.quantized(amax=...)`."""
+def scaling_of(operand: facts.Operand, low: facts.LowPrecision) -> Scaling:
+    """Blocks and rule of an operand."""
+    rules: dict[facts.Scale, Rule] = {"e8m0": "e8m0", "e4m3": "e4m3", "fp32": "fp32"}
+    rule = rules[operand.scale]
+    if rule == "fp32" and (low.powers_of_two or operand.along is not None):
+        rule = "power_of_two"  # a scale within the sum, whose products are then exact
+    return Scaling(operand.across, operand.along, rule)
 
 
-def engine_of(precision: Precision, device: torch.device) -> Engine:
+def operands_of(low: facts.LowPrecision) -> Operands:
+    """Of the three products."""
+    activation, weight, gradient = (
+        Operand(FORMATS[each.values], scaling_of(each, low)) for each in (low.activation, low.weight, low.gradient)
+    )
+    gradient = replace(gradient, is_stochastic=low.stochastic_gradients)
+    wide = low.hadamard > 0
+    return Operands(
+        fprop_input=activation,
+        fprop_weight=weight,
+        dgrad_gradient=gradient,
+        dgrad_weight=weight,
+        wgrad_gradient=replace(gradient, is_transformed=wide),
+        wgrad_input=replace(activation, is_transformed=wide),
+    )
+
+
+RECIPES: dict[str, Operands] = {name: operands_of(low) for name, low in facts.LOW_PRECISION.items()}
+"""By `Recipe.precision`. fp8-delayed differs from fp8-current in where amax comes from:
+`Operand.quantized(amax=...)`."""
+
+
+def engine_of(precision: str, device: torch.device) -> Engine:
     """What multiplies in all three products of a precision; where one of them is emulated, that."""
     of = RECIPES[precision]
     pairs = (

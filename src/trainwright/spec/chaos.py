@@ -1,0 +1,46 @@
+"""What `chaos` does to a run, and what it cost: faults in a seeded order, and the run beside one to which nothing
+happened."""
+
+from trainwright.spec.base import Count, Natural, NonNegative, Noun, Sequence
+
+
+class Blow(Noun):
+    """One fault, and what became of it."""
+
+    kind: str
+    rank: Natural
+    step: Count
+    seen_as: str
+    """What was told of it; empty where nothing was."""
+    is_right: bool
+    """Whether it was seen as what it is, at the right rank where a rank can be told."""
+    found_after_s: NonNegative = 0.0
+    back_after_s: NonNegative = 0.0
+    """From then until steps went on; 0 where they never stopped."""
+    done_again: Natural = 0
+    """Steps."""
+
+
+class Toll(Noun):
+    """Of the whole run."""
+
+    run_name: str
+    seed: Natural
+    ranks: Count
+    steps: Count
+    blows: Sequence[Blow]
+    false_alarms: Sequence[str]
+    """What was told and was not done to the run."""
+    losses_equal: bool
+    """All logged ones, to the bit."""
+    first_difference: Natural = 0
+    """The first step whose loss is another; 0: none."""
+    state_equal: bool
+    """Weights and moments at the end, to the bit."""
+    plain_s: NonNegative
+    hurt_s: NonNegative
+
+    @property
+    def is_survived(self) -> bool:
+        seen = all(blow.is_right for blow in self.blows) and not self.false_alarms
+        return seen and self.losses_equal and self.state_equal
