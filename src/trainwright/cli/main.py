@@ -55,23 +55,8 @@ VERBS = (
         "explain",
         "calibrate",
     ),
-<<<<<<< HEAD
-    *("goodput", "checkpoints", "verify", "trace", "dryrun", "validate", "fp8", "models", "clusters", "demo"),
-=======
-    *(
-        "goodput",
-        "checkpoints",
-        "checkpoint",
-        "chaos",
-        "verify",
-        "trace",
-        "dryrun",
-        "validate",
-        "models",
-        "clusters",
-        "demo",
-    ),
->>>>>>> main
+    *("goodput", "checkpoints", "checkpoint", "chaos", "verify", "trace", "dryrun", "validate"),
+    *("fp8", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -171,13 +156,8 @@ def run(arguments: list[str]) -> int:
 def _status_of(arguments: list[str]) -> int:
     try:
         # Without a verb, help: `trainwright` and `trainwright models` show what there is.
-<<<<<<< HEAD
-        wanted = [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"], ["fp8"]) else arguments
-=======
-        wanted = (
-            [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"], ["checkpoint"]) else arguments
-        )
->>>>>>> main
+        alone = ([], ["models"], ["clusters"], ["checkpoint"], ["fp8"])
+        wanted = [*arguments, "--help"] if arguments in alone else arguments
         status = app(wanted, prog_name="trainwright", standalone_mode=False)
     except SystemExit as exited:
         return exited.code if isinstance(exited.code, int) else int(exited.code is not None)
