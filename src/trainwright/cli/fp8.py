@@ -9,7 +9,7 @@ from trainwright.cli.options import AsJson
 
 app = typer.Typer(help="Low precision, looked at closely.", no_args_is_help=True)
 
-STEPS = 60
+STEPS = 40
 WORKERS = 2
 
 

@@ -101,7 +101,7 @@ def _title(lab: PrecisionLab) -> str:
 
 def _subtitle(lab: PrecisionLab) -> str:
     return (
-        "the same weights and text, matmuls emulated; outliers: two channels behind each norm times a power of "
+        "from the same weights, trained in bf16, on the same text, matmuls emulated; outliers: two channels behind each norm times a power of "
         f"two, their weights over it; losses are means of the last {lab.averaged:,} steps"
     )
 

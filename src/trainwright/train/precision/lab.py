@@ -57,14 +57,11 @@ MLPS: dict[ModelKind, dict[str, Any]] = {
     "dense": {"kind": "dense", "d_ff": 512},
     "moe": {"kind": "moe", "num_experts": 4, "top_k": 2, "d_ff": 128, "d_ff_shared": 128},
 }
-RECIPE = {
-    "seq_len": 128,
-    "global_batch": 4,
-    "micro_batch": 4,
-    "zero": 0,
-    "optimizer": {"lr": 2e-3, "warmup_steps": 10, "schedule": "constant"},
-}
-BEGUN = 4
+RECIPE = {"seq_len": 128, "global_batch": 4, "micro_batch": 4, "zero": 0}
+BEGUN = 5
+BEGINNING = {"lr": 3e-3, "warmup_steps": 10, "schedule": "cosine"}
+GOING_ON = {"lr": 1e-3, "warmup_steps": 5, "schedule": "constant"}
+"""Of the optimizer: learned in few steps, and then slowly enough that two trainings stay near each other."""
 SAMPLED = ("dense", "fp8-current", 1.0)
 """The training, and the layer, whose values are those of the operands that are summed."""
 SAMPLED_LAYER = f"layers.{LAYERS - 1}.mlp.up"
@@ -120,13 +117,13 @@ def explore(
         begun = {model: Path(folder) / f"{model}.pt" for model in MODELS}
         on_progress("both models in bf16", 0.0)
         for each in [
-            pool.submit(begin, lab_run(model, PLAIN, cluster), shards, BEGUN * steps, begun[model])
+            pool.submit(begin, lab_run(model, PLAIN, cluster, BEGINNING), shards, BEGUN * steps, begun[model])
             for model in MODELS
         ]:
             each.result()
         named: dict[Future[Any], Job | str] = {}
         for job in sorted(jobs, key=lambda job: job != SAMPLED):  # what sums wait for is first
-            run = lab_run(job.model, job.precision, cluster)
+            run = lab_run(job.model, job.precision, cluster, GOING_ON)
             named[pool.submit(training, run, job, shards, steps, begun[job.model])] = job
         whole = len(jobs) + len(PRODUCTS)
         while named:
@@ -147,13 +144,18 @@ def explore(
     )
 
 
-def lab_run(model: ModelKind, precision: str, cluster: ClusterSpec) -> Run:
-    """A checked run of one of the lab's models."""
+def lab_run(model: ModelKind, precision: str, cluster: ClusterSpec, optimizer: dict[str, Any]) -> Run:
+    """A checked run of one of the lab's models; optimizer: fields of it that aren't the recipe's own."""
     attention = {"kind": "gqa", "num_heads": 4, "num_kv_heads": 2, "d_head": WIDTH // 4}
     return Run.parse(
         {
             "layout": {},
-            "recipe": {**RECIPE, "precision": precision, "emulate_precision": precision in LOW_PRECISION},
+            "recipe": {
+                **RECIPE,
+                "precision": precision,
+                "emulate_precision": precision in LOW_PRECISION,
+                "optimizer": optimizer,
+            },
             "model": {
                 "name": f"lab-{model}",
                 "d_model": WIDTH,
