@@ -101,8 +101,9 @@ def _title(lab: PrecisionLab) -> str:
 
 def _subtitle(lab: PrecisionLab) -> str:
     return (
-        "from the same weights, trained in bf16, on the same text, matmuls emulated; outliers: two channels behind each norm times a power of "
-        f"two, their weights over it; losses are means of the last {lab.averaged:,} steps"
+        "all from the same weights, trained in bf16, on the same text, matmuls emulated; outliers: two channels "
+        "behind each norm times a power of two, their weights over it; losses are means of the last "
+        f"{lab.averaged:,} steps"
     )
 
 
