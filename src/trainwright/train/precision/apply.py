@@ -55,7 +55,7 @@ class LowPrecisionLayers:
         self._axes = (*AXES, "twins") if has_twin else AXES
         self.under_way = UnderWay()
         self.kernels = Kernels(product=by_emulation) if recipe.emulate_precision else Kernels()
-        self._health = Health()
+        self.health = Health()
         self._layers: dict[str, Callable[[bool], None]] = {}
         """By name what lets a layer multiply in few bits, or not."""
         self.fallen: dict[str, torch.Tensor] = {}
@@ -165,7 +165,7 @@ class LowPrecisionLayers:
             self._recipe.seed,
             (at.tp, at.cp),
             kernels=self.kernels,
-            health=self._health,
+            health=self.health,
         )
 
     def _held(self, shards: int) -> HeldWeight:
@@ -181,14 +181,14 @@ class LowPrecisionLayers:
     def watch(self, step: int) -> bool:
         """Whether the step that begins, counted from 1, is one that layers are looked at in."""
         every = self._recipe.precision_report_steps
-        self._health.is_on = bool(every) and step % every == 0
-        return self._health.is_on
+        self.health.is_on = bool(every) and step % every == 0
+        return self.health.is_on
 
     def report(self, step: int) -> PrecisionRecord:
         """Of the step that is over and was watched: this rank's layers, over all ranks that have them. Those whose
         scales have saturated fall, if the recipe says so."""
-        self._health.is_on = False
-        seen = self._health.taken([*self._layers], self._mesh, self._axes)
+        self.health.is_on = False
+        seen = self.health.taken([*self._layers], self._mesh, self._axes)
         alarms = alarms_of(seen)
         for alarm in alarms:
             if alarm.layer in self.fallen:
