@@ -30,9 +30,9 @@ from trainwright.train.precision.lab import (
 from trainwright.train.precision.planted import CHANNELS, scale_of
 from trainwright.train.precision.sums import errors_of_sums
 
-SHORT, LONG = 24, 300
-SLOWLY = {"lr": 1e-3, "warmup_steps": 30, "schedule": "cosine"}
-"""What 300 steps from the seed's weights take: two trainings that differ by a rounding part with a larger rate."""
+SHORT, LONG = 40, 300
+SLOWLY = {"lr": 4e-4, "warmup_steps": 10, "schedule": "cosine"}
+"""What 300 steps from the seed's weights take: at 1e-3 trainings that differ by a rounding part (docs/log.md)."""
 CLUSTER = load_cluster("local-cpu")
 
 
@@ -56,7 +56,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[ModelK
     found: dict[ModelKind, Path] = {model: folder / f"{model}.pt" for model in MODELS}
     for model, path in found.items():
         losses = begin(lab_run(model, PLAIN, CLUSTER, BEGINNING), shards, BEGUN * SHORT, path)
-        assert sum(losses[-10:]) < sum(losses[:10]) - 10
+        assert sum(losses[-10:]) < sum(losses[:10]) - 8
     return found
 
 
