@@ -29,6 +29,27 @@ MOE, MLA = "experts", "latent attention"
 """In the place of parts of the model."""
 CHUNKS: dict[str, Any] = {"pp": 2, "vpp": 2, "dp": 2, "global_batch": 16}
 
+BLOCK = {"precision": "fp8-block", "emulate_precision": True}
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "all recomputed": {"recompute": "full"},
+    "norm, activation, attention recomputed": {
+        "recompute": "selective",
+        "recompute_ops": ["norm", "activation", "attention"],
+    },
+    "dp 4": {"dp": 4},
+    "dp 4, zero 1": {"dp": 4, "zero": 1},
+    "dp 4, zero 2": {"dp": 4, "zero": 2},
+    "dp 4, zero 3": {"dp": 4, "zero": 3},
+    "tp 4": {"tp": 4},
+    "pp 4": {"pp": 4},
+    "zb_h1": {"pp": 4, "schedule": "zb_h1"},
+    "experts": {"mlp": MOE},
+    "ep 4": {"mlp": MOE, "dp": 4, "ep": 4},
+    "latent attention": {"attention": MLA},
+}
+OTHERS = ("fp8-delayed", "fp8-current", "fp8-rowwise", "mxfp8", "nvfp4")
+
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "all recomputed": {"recompute": "full"},
@@ -86,6 +107,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ep 4, zero 1, short": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 1, "short": 8},
     "latent attention": {"attention": MLA},
     "more words to come": {"dp": 4, "zero": 2, "mtp_depth": 1},
+    **{f"fp8-block, {name}": {**BLOCK, **fields} for name, fields in IN_BLOCKS.items()},
+    **{precision: {"precision": precision, "emulate_precision": True} for precision in OTHERS},
 }
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainwright.plan.agreement import ALONG_INPUT, OF_EXPERTS, OUT_OF_EXPERTS, agreements
 from trainwright.plan.linear import (
     ACTIVATION,
     NORM,
@@ -42,7 +43,15 @@ def dense_operations(
     # Shared experts read what the router has saved; a cast copy comes on top where backward doesn't gather it.
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
     up = projection(
-        table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
+        table,
+        f"{of_shared}up",
+        d_model,
+        width,
+        reads=FULL | NORM,
+        again=whole,
+        save_input=first,
+        cast_input=True,
+        whole=whole if first else FULL,
     )
     if not first and table.recipe.is_low_precision:
         copy = quantized(table, table.tokens, d_model, whole | NORM)
@@ -59,6 +68,7 @@ def dense_operations(
         *up,
         *gate,
         activation(table, table.tokens, width, gated=mlp.gated, whole=whole),
+        *agreements(table, down, ALONG_INPUT),
         *casts(table, down),
         down,
         *leave(table, where, last, ends=ends),
@@ -146,12 +156,16 @@ def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Fl
     down = Matmul("expert down", each, width, of(table, d_model), (), MOE, again_anew=ACTIVATION, **alike)
     biased = _biases(table, mlp, rows, width)
     gate_casts = tuple(cast for matmul in gate for cast in casts(table, matmul, cast_input=False))
+    gate_asks = tuple(ask for matmul in gate for ask in agreements(table, matmul, OF_EXPERTS, is_first=False))
     return (
+        *agreements(table, up, OF_EXPERTS),
         *casts(table, up),
         up,
+        *gate_asks,
         *gate_casts,
         *gate,
         activation(table, each, width, gated=mlp.gated, whole=MOE, groups=experts),
+        *agreements(table, down, OUT_OF_EXPERTS),
         *casts(table, down),
         down,
         *biased,

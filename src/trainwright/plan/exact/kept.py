@@ -21,7 +21,7 @@ def is_counted(standing: Standing) -> bool:
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
     # In bf16 a CPU's LayerNorm keeps its statistics in bf16, where the planner has fp32.
-    precise = model.norm == "rmsnorm" or recipe.precision != "bf16"
+    precise = model.norm == "rmsnorm" or recipe.activation_format != "bf16"
     shaped = precise and not (recipe.loss_chunks > 1 and model.head_bias)
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None

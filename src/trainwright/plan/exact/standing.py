@@ -97,6 +97,14 @@ class Standing:
             return int(bool((each.again | each.again_anew) & marks))
         return int(bool(each.again & marks & ~each.ends_under))
 
+    def casts_again(self, each: Matmul, marks: int) -> int:
+        """How often it makes a low-precision matmul cast its input again: what is kept for backward is made before
+        the product, and so where recomputation ends at it too."""
+        again = (each.again | each.again_anew) & marks
+        if self.makes_graph_anew:
+            return bool(again & ~ACTIVATION) + bool(again & ACTIVATION)
+        return int(bool(again))
+
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         layout, model = self.run.layout, self.run.model
@@ -134,7 +142,9 @@ class Standing:
 
 def multiplied_in_turn(run: Run, mlp: MoeMlp) -> bool:
     """Whether experts are plain matmuls one after the other: where the recipe says so, or PyTorch has no grouped
-    one for the format and the widths (`train/model/experts.py`)."""
+    one for the format and the widths (`train/model/experts.py`). Low-precision ones are one operation together."""
+    if run.recipe.is_low_precision:
+        return False
     size = int(run.recipe.compute_bytes)
     aligned = all(width * size % 16 == 0 for width in (run.model.d_model, mlp.d_ff // run.layout.etp))
     return run.recipe.expert_matmuls == "sequential" or size == 8 or not aligned
