@@ -9,6 +9,7 @@ that cut the tensor: nothing for a link, and all latency.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan import geometry
 from trainwright.plan.collectives import Line, line
@@ -43,7 +44,7 @@ OUT_OF_EXPERTS = Cut(("cp", "tp", "etp"), ("etp",), ("cp", "tp"))
 class Again(NamedTuple):
     """Where backward has a matmul's input without its being kept: rows, marks, and marks under which it hasn't."""
 
-    rows: Ints | bool = False
+    rows: NDArray[np.bool_] | bool = False
     under: int = 0
     not_under: int = 0
 
@@ -77,7 +78,7 @@ def agreements(
                 gradient=_asked(table, name, cut.gradient),
                 weight=_asked(table, name, cut.weight),
                 ways=1 + bool(low.hadamard),
-                is_there=np.ones(len(table.columns), dtype=np.bool_) & there.rows,
+                is_there=np.broadcast_to(np.asarray(there.rows, dtype=np.bool_), (len(table.columns),)),
                 there_under=there.under,
                 not_under=there.not_under,
                 # Experts' weight gradients are never put off.

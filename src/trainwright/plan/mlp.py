@@ -8,6 +8,7 @@ gather one another's tokens.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def dense_operations(
         projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
     )
     last = whole if follows else FULL
-    ends = {"again_anew": whole | ACTIVATION} if follows else ending(table, whole)
+    ends: dict[str, Any] = {"again_anew": whole | ACTIVATION} if follows else ending(table, whole)
     down = Matmul(f"{of_shared}down", table.tokens, width, of(table, d_model), again=last, **ends)
     return (
         *entry(table, where, whole, keeps=whole if first else FULL),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,11 @@ from numpy.typing import NDArray
 from trainwright.plan.table import FULL, Floats, Ints
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
+
+
+def floats(values: NDArray[Any]) -> Floats:
+    """Whole numbers among them, too, as what the planner computes with."""
+    return values.astype(np.float64)
 
 
 class Saved(NamedTuple):
@@ -230,14 +235,14 @@ class Agreement:
         backward = self.input * again + self.gradient * np.where(self.in_two_acts, 1, self.ways)
         later = self.input * is_there
         return Questions(
-            self.input * forward + 0.0,
-            backward + np.where(self.in_two_acts, 0, later) + 0.0,
-            np.where(self.in_two_acts, later + self.gradient, 0) + 0.0,
+            floats(self.input * forward),
+            floats(backward + np.where(self.in_two_acts, 0, later)),
+            floats(np.where(self.in_two_acts, later + self.gradient, 0)),
         )
 
     def weights(self, products_again: int) -> Questions:
         """About the weight, where it is cast at each use, and that multiplies so many times again."""
-        return Questions(self.weight + 0.0, self.weight * (1.0 + products_again), 0.0 * self.weight)
+        return Questions(floats(self.weight), floats(self.weight * (1 + products_again)), floats(0 * self.weight))
 
 
 Operation = Matmul | AttentionCore | Elementwise | Collective | Dispatch | Agreement

@@ -233,7 +233,7 @@ def _draw_rounding(figure: "Figure", lab: PrecisionLab, model: ModelKind) -> Non
     """Relative error of each tensor of each layer under each recipe: a panel for each size of outliers."""
     from matplotlib.colors import LogNorm
 
-    places = _places(lab, model)
+    places, mesh = _places(lab, model), None
     for factor, axes in zip(
         lab.factors, figure.subplots(1, len(lab.factors), sharey=True, squeeze=False)[0], strict=True
     ):
@@ -251,6 +251,7 @@ def _draw_rounding(figure: "Figure", lab: PrecisionLab, model: ModelKind) -> Non
     figure.suptitle(f"Relative error of rounding in {MODEL_NAMES[model]}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.93, 1))
     bar = figure.add_axes((0.94, 0.25, 0.012, 0.5))
+    assert mesh is not None, "a lab has a factor at least"
     figure.colorbar(mesh, cax=bar)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
+from trainwright.plan.operations import Agreement, AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
 from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
@@ -62,6 +62,7 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
 
 
 def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
+    assert not isinstance(each, Agreement)  # It keeps nothing.
     if saved.is_quantized:
         return "quantized"
     if isinstance(each, AttentionCore):

@@ -100,10 +100,7 @@ class Standing:
     def casts_again(self, each: Matmul, marks: int) -> int:
         """How often it makes a low-precision matmul cast its input again: what is kept for backward is made before
         the product, and so where recomputation ends at it too."""
-        again = (each.again | each.again_anew) & marks
-        if self.makes_graph_anew:
-            return bool(again & ~ACTIVATION) + bool(again & ACTIVATION)
-        return int(bool(again))
+        return int(bool((each.again | each.again_anew) & marks))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -123,7 +123,7 @@ class LowPrecisionLayers:
         for name in names:
             linear = block.get_submodule(name)
             assert isinstance(linear, Linear)
-            parts = {**over, "weight": ()} if name in whole else over
+            parts: Mapping[Role, Sequence[str]] = {**over, "weight": ()} if name in whole else over
             arithmetic = self._arithmetic(f"{prefix}.{name}", parts)
             layer = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
             self._layers[arithmetic.name] = partial(_set_product, linear, layer)
