@@ -110,9 +110,9 @@ def _sums(lab: PrecisionLab) -> Iterator[str]:
             max((each for each in of if each.kept == kept), key=lambda each: each.worst)
             for kept in ("never", "128", "fp32", "operands")
         )
-        is_hidden = often.worst < HIDDEN * operands.worst
+        hidden = "hidden" if often.worst < HIDDEN * operands.worst else "NOT hidden"
         yield (
             f"Sums of 14 bits over {summed:,} values are off by {never.worst:.2%} at worst ({never.product}); "
-            f"taken out every 128 by {often.worst:.3%}, which is {'hidden' if is_hidden else 'NOT hidden'} by what "
+            f"taken out every 128 by {often.worst:.3%}, which is {hidden} by what "
             f"rounding the operands costs ({operands.worst:.1%}); in fp32 by {full.worst:.5%}"
         )
