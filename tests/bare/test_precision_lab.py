@@ -99,8 +99,8 @@ def test_the_verdict_says_what_the_figures_say() -> None:
     assert "could NOT show" in said(lab(naive=0.02, block=0.03))
     assert "the same to the bit" in said(lab())
     assert "change bf16's own losses" in said(lab(plain_moves=True))
-    assert "which is at the level of fp32" in said(lab())
-    assert "which is NOT at the level of fp32" in said(lab(promoted=0.01))
+    assert "by 0.100%, which is hidden by what rounding the operands costs (10.0%)" in said(lab())
+    assert "by 1.500%, which is NOT hidden by what rounding" in said(lab(promoted=0.015))
     assert "With outliers of 256 no recipe is worse by more than 1%" in said(lab())
     assert "diverged" in said(lab(naive=float("nan")))
 

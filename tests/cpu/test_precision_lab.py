@@ -113,7 +113,7 @@ def test_scales_of_whole_tensors_are_worse_with_outliers(shards: Path, begun: di
         next(each.flushed for each in found.roundings if (each.layer, each.role) == (SAMPLED_LAYER, "input"))
         for found in (naive, blocks, mx)
     ]
-    assert flushed[0] > 0.8
+    assert flushed[0] > 0.6
     assert 0.2 < flushed[1] < 0.5
     assert 0.05 < flushed[2] < 0.13
     assert scale_of(4, 8.0, torch.zeros(1)).tolist() == [8.0 if at in CHANNELS else 1.0 for at in range(4)]

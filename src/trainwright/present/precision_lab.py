@@ -195,21 +195,24 @@ def _drawn(draw: Callable[..., None], *what: object) -> "Callable[[Figure], None
 
 
 def _draw_losses(figure: "Figure", lab: PrecisionLab) -> None:
-    """Losses over steps: a row for each model, a column for each size of outliers."""
-    grid = figure.subplots(len(MODELS), len(lab.factors), sharex=True, sharey="row", squeeze=False)
+    """Losses over bf16's, step by step: a row for each model, a column for each size of outliers."""
+    grid = figure.subplots(len(MODELS), len(lab.factors), sharex=True, squeeze=False)
     for model, row in zip(MODELS, grid, strict=True):
         for factor, axes in zip(lab.factors, row, strict=True):
-            axes.plot(lab.curve(model, PLAIN, factor).losses, color="black", linewidth=1.8, label=PLAIN)
+            plain = lab.curve(model, PLAIN, factor).losses
             for name, colour in zip(lab.precisions, COLOURS, strict=False):
-                axes.plot(lab.curve(model, name, factor).losses, color=colour, linewidth=0.9, label=name)
+                pairs = zip(lab.curve(model, name, factor).losses, plain, strict=True)
+                shares = [100 * (loss / of - 1) for loss, of in pairs]
+                axes.plot(shares, color=colour, linewidth=1.0, label=name)
+            axes.axhline(0, color="black", linewidth=0.8)
             axes.set_title(
                 f"{model}, outliers of {factor:,.0f}" if factor > 1 else f"{model}, no outliers", fontsize=9
             )
             axes.grid(alpha=0.3)
-        row[0].set_ylabel("loss (nats a token)")
+        row[0].set_ylabel("loss above bf16's (%)")
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    grid[0][-1].legend(fontsize=7)
+    grid[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     figure.tight_layout()
 
 

@@ -14,9 +14,8 @@ from trainwright.spec.precision_lab import (
     PrecisionLab,
 )
 
-WORST_OF_FP32 = 2e-3
-"""Errors of sums below it are at the level of fp32 beside what rounding the operands costs, which is ten times as
-much."""
+HIDDEN = 0.1
+"""An error that is less than this share of another is hidden by it: together they are half a percent larger."""
 MODEL_NAMES: dict[ModelKind, str] = {"dense": "the dense model", "moe": "the mixture of experts"}
 
 
@@ -111,9 +110,9 @@ def _sums(lab: PrecisionLab) -> Iterator[str]:
             max((each for each in of if each.kept == kept), key=lambda each: each.worst)
             for kept in ("never", "128", "fp32", "operands")
         )
-        level = "at" if often.worst < WORST_OF_FP32 else "NOT at"
+        hidden = "hidden" if often.worst < HIDDEN * operands.worst else "NOT hidden"
         yield (
             f"Sums of 14 bits over {summed:,} values are off by {never.worst:.2%} at worst ({never.product}); "
-            f"taken out every 128 by {often.worst:.3%}, which is {level} the level of fp32 ({full.worst:.5%}) "
-            f"beside what rounding the operands costs ({operands.worst:.1%})"
+            f"taken out every 128 by {often.worst:.3%}, which is {hidden} by what "
+            f"rounding the operands costs ({operands.worst:.1%}); in fp32 by {full.worst:.5%}"
         )

@@ -59,8 +59,8 @@ MLPS: dict[ModelKind, dict[str, Any]] = {
 }
 RECIPE = {"seq_len": 128, "global_batch": 4, "micro_batch": 4, "zero": 0}
 BEGUN = 5
-BEGINNING = {"lr": 3e-3, "warmup_steps": 10, "schedule": "cosine"}
-GOING_ON = {"lr": 1e-3, "warmup_steps": 5, "schedule": "constant"}
+BEGINNING = {"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"}
+GOING_ON = {"lr": 3e-4, "warmup_steps": 5, "schedule": "constant"}
 """Of the optimizer: learned in few steps, and then slowly enough that two trainings stay near each other."""
 SAMPLED = ("dense", "fp8-current", 1.0)
 """The training, and the layer, whose values are those of the operands that are summed."""
