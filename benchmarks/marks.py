@@ -284,6 +284,22 @@ def llama_failures() -> Measured:
     return Measured(figure, abs(seen / 419 - 1) <= 0.01 and ettr > 0.9, "benchmarks/goodput.py --json")
 
 
+@cache
+def emulation(model: str) -> Measured:
+    command = f"python benchmarks/fp8_emulation.py --model {model} --json"
+    ratios = json.loads(shell(f"{command} || true")[1])["ratios"][model]
+    figure = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items() if name != "bf16")
+    return Measured(figure, ratios["fp8-block"] <= 3.0, command)
+
+
+def precision_lab() -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        seconds, text = shell(f"trainwright fp8 lab --out {folder}/lab --json", XDG_CACHE_HOME=folder)
+    trainings = len(json.loads(text)["curves"])
+    figure = f"{seconds:.0f} s with an empty cache, {trainings} trainings"
+    return Measured(figure, seconds < 180, "trainwright fp8 lab --json")
+
+
 MARKS: list[tuple[str, Callable[[], Measured]]] = [
     ("`trainwright --help` under 0.4 s as a whole process", help_process),
     ("`trainwright plan` for 405B on 16,384 GPUs under 10 s as a whole process", plan_process),
@@ -315,6 +331,9 @@ MARKS: list[tuple[str, Callable[[], Measured]]] = [
     ("failures: the simulation within 1% of the complete form", complete_form),
     ("failures: placement of replicas equals the exact sum, all sets of up to 16 nodes", placement),
     ("failures: Llama 3's 54 days, 419 interruptions and more than 90% of the time", llama_failures),
+    ("emulated fp8-block: a step at most 3 times bf16's, dense", lambda: emulation("dense")),
+    ("emulated fp8-block: a step at most 3 times bf16's, with experts", lambda: emulation("moe")),
+    ("`trainwright fp8 lab` under 3 minutes on 2 cores", precision_lab),
     ("`make test` under 15 minutes on 2 cores", test_suite),
 ]
 

@@ -244,6 +244,7 @@ def test_the_same_question_has_the_same_answer(asked: Asked) -> None:
 
 VERBS = [
     *(["plan"], ["predict"], ["train"], ["compare"], ["calibrate"], ["demo"]),
+    ["fp8", "lab"],
     *(["models", "list"], ["models", "show"], ["clusters", "list"], ["clusters", "show"], ["clusters", "new"]),
 ]
 

@@ -65,6 +65,7 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "fused loss": lambda run: run.recipe.loss_kernel == "fused",
     "dropout": lambda run: run.recipe.dropout > 0,
     "compiled layers": lambda run: run.recipe.compile,
+    "low precision": lambda run: run.recipe.is_low_precision,
     "Muon": lambda run: run.recipe.optimizer.name == "muon",
 }
 """Whether a run has each of them."""

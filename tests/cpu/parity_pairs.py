@@ -41,6 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fused loss": {"recipe": {"loss_kernel": "fused"}},
     "dropout": {"recipe": {"dropout": 0.1, "attention_kernel": "unfused"}},
     "compiled layers": {"recipe": {"compile": True}},
+    "low precision": {"recipe": {"precision": "fp8-current", "emulate_precision": True}},
     "Muon": {"recipe": {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}},
 }
 """What each needs to be said; `mlp`, `attention` and `window` are of all layers."""
@@ -194,6 +195,33 @@ SETS: tuple[tuple[str, ...], ...] = (
     ("compiled layers", "tp without sequence parallelism", "dropout"),
     ("compiled layers", "ep beside shared experts"),
     ("compiled layers", "capacity of experts", "loss for balance", "ep"),
+    (
+        "low precision",
+        "tp",
+        "pp interleaved_1f1b",
+        "dp zero 1",
+        "tied embeddings",
+        "sliding window",
+        "selective recompute",
+        "fused loss",
+    ),
+    (
+        "low precision",
+        "tp without sequence parallelism",
+        "pp gpipe",
+        "dp zero 2",
+        "multi-token prediction",
+        "document mask",
+        "full recompute",
+        "loss in chunks",
+    ),
+    ("low precision", "cp all_gather", "pp breadth_first", "dp zero 3", "Muon"),
+    ("low precision", "cp ring", "pp zb_h1", "dp zero 0", "latent attention"),
+    ("low precision", "cp all_to_all", "pp zb_v", "dropout"),
+    ("low precision", "pp dualpipe", "HSDP"),
+    ("low precision", "pp dualpipe_v", "experts", "capacity of experts", "loss for balance"),
+    ("low precision", "pp 1f1b", "tp", "etp"),
+    ("low precision", "tp", "ep beside shared experts"),
 )
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {}

@@ -46,6 +46,7 @@ def moe(precision: str, recipe: dict[str, Any] | None = None, **fields: Any) -> 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{precision: case(precision) for precision in PRECISIONS},
+        "nvfp4, full recompute": case("nvfp4", {"recompute": "full"}),
         "full recompute": case("fp8-block", {"recompute": "full"}),
         "selective recompute": case(
             "fp8-block", {"recompute": "selective", "recompute_ops": ["attention", "norm", "activation"]}
@@ -63,6 +64,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             # A row that is cut, of widths or of positions, has two scales.
             if axis in ("dp", "pp") or precision != "fp8-rowwise"
         },
+        "dp 2, nvfp4": case("nvfp4", dp=2),
+        "pp 2, nvfp4, zb_h1": case("nvfp4", {"schedule": "zb_h1"}, pp=2),
+        "experts, dp 2, nvfp4, zero 1": moe("nvfp4", {"zero": 1}, dp=2),
         "dp 2, zero 3": case("fp8-block", {"zero": 3}, dp=2),
         "dp 2, zero 2, full recompute": case("fp8-delayed", {"zero": 2, "recompute": "full"}, dp=2),
         "tp 2, full recompute": case("fp8-block", {"recompute": "full"}, tp=2),

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             ["telemetry.py", "--steps", "2", "--json"],
             {"ratio", "wall_ratio", "bound", "changes", "step_s", "steps", "mark"},
         ),
+        (["fp8_emulation.py", "--steps", "1", "--json"], {"mark", "step_s", "ratios"}),
         (["debug_model.py", "--work", "single", "--steps", "1"], {"seconds", "matmul_flops_per_s"}),
     ],
 )

@@ -22,19 +22,10 @@ which is an answer too; and nothing fits where remedies are asked for."""
 def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
     looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
-    trained = [
-        "calibrate",
-        "plan",
-        "train",
-        "compare",
-        "train",
-        "explain",
-        "explain",
-        "train",
-        "checkpoints",
-        "train",
-    ]
-    assert verbs == ["plan"] * 6 + looked_at + trained
+    trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain"]
+    saved = ["train", "checkpoints", "checkpoint", "checkpoint", "train", "chaos"]
+    in_few_bits = ["plan", "train", "fp8"]
+    assert verbs == ["plan"] * 6 + looked_at + trained + saved + in_few_bits
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:
@@ -70,6 +61,7 @@ def test_readme_commands_run(tmp_path: Path) -> None:
         "goodput.svg",
         "cluster.toml",
         "local.toml",
+        "lab/lab.html",
         "first-run/run.toml",
         "first-run/metrics.jsonl",
         "first-run/ledger.jsonl",

@@ -25,6 +25,7 @@ from trainwright.cli import (
     diff,
     dryrun,
     explain,
+    fp8,
     goodput,
     layout,
     memory,
@@ -54,19 +55,8 @@ VERBS = (
         "explain",
         "calibrate",
     ),
-    *(
-        "goodput",
-        "checkpoints",
-        "checkpoint",
-        "chaos",
-        "verify",
-        "trace",
-        "dryrun",
-        "validate",
-        "models",
-        "clusters",
-        "demo",
-    ),
+    *("goodput", "checkpoints", "checkpoint", "chaos", "verify", "trace", "dryrun", "validate"),
+    *("fp8", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of the click that typer carries: every complaint about options and verbs."""
@@ -117,6 +107,7 @@ app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("trace", epilog=trace.EXAMPLE)(trace.trace)
 app.command("dryrun", epilog=dryrun.EXAMPLE)(dryrun.dryrun)
 app.command("validate", epilog=validate.EXAMPLE)(validate.validate)
+app.add_typer(fp8.app, name="fp8")
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
@@ -165,9 +156,8 @@ def run(arguments: list[str]) -> int:
 def _status_of(arguments: list[str]) -> int:
     try:
         # Without a verb, help: `trainwright` and `trainwright models` show what there is.
-        wanted = (
-            [*arguments, "--help"] if arguments in ([], ["models"], ["clusters"], ["checkpoint"]) else arguments
-        )
+        alone = ([], ["models"], ["clusters"], ["checkpoint"], ["fp8"])
+        wanted = [*arguments, "--help"] if arguments in alone else arguments
         status = app(wanted, prog_name="trainwright", standalone_mode=False)
     except SystemExit as exited:
         return exited.code if isinstance(exited.code, int) else int(exited.code is not None)

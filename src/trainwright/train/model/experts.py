@@ -117,15 +117,16 @@ class Experts(nn.Module):
         bias_XO: torch.Tensor | None,
         count_X: torch.Tensor,
     ) -> torch.Tensor:
-        if name in self.products:
-            out_RO = self.products[name](row_RI, weight_XOI, count_X)
-        elif self.grouped and _has_kernel(row_RI, weight_XOI):
-            ends_X = count_X.cumsum(0).to(torch.int32)
-            out_RO = F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)
-        else:
-            runs = row_RI.split(count_X.tolist())
-            out_RO = torch.cat([F.linear(run, each) for run, each in zip(runs, weight_XOI, strict=True)])
+        out_RO = self.products.get(name, self.plain_product)(row_RI, weight_XOI, count_X)
         return out_RO if bias_XO is None else out_RO + bias_XO.repeat_interleave(count_X, dim=0)
+
+    def plain_product(self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own matmuls, as a `GroupedProduct`."""
+        if self.grouped and _has_kernel(row_RI, weight_XOI):
+            ends_X = count_X.cumsum(0).to(torch.int32)
+            return F.grouped_mm(row_RI, weight_XOI.transpose(1, 2), offs=ends_X)
+        runs = row_RI.split(count_X.tolist())
+        return torch.cat([F.linear(run, each) for run, each in zip(runs, weight_XOI, strict=True)])
 
 
 class Way(Protocol):

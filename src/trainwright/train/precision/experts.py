@@ -50,8 +50,9 @@ class LowPrecisionExperts:
 
     def rows(self, role: Any, row_RK: torch.Tensor, counts: Sequence[int], *, wgrad: bool) -> Rows:
         """Rows (R, K), quantized along K and, for Wgrad, along R."""
-        across = self.arithmetic.runs(role, row_RK, counts) if wgrad else ()
-        return Rows(self.arithmetic.along(role, row_RK), across)
+        if wgrad:
+            return Rows(*self.arithmetic.runs(role, row_RK, counts))
+        return Rows(self.arithmetic.along(role, row_RK), ())
 
     def _output(
         self, row_RI: Quantized, weight_XOI: torch.Tensor, counts: Sequence[int], dtype: torch.dtype
@@ -96,12 +97,14 @@ class _Keep(torch.autograd.Function):
         counts: Sequence[int],
     ) -> torch.Tensor:
         ctx.layer, ctx.counts, ctx.forms = layer, counts, [form_of(run) for run in runs]
+        ctx.samples_B = layer.arithmetic.under_way.samples_B
         ctx.save_for_backward(weight_XOI, *(part for run in runs for part in parts_of(run)))
         return row_RI.new_empty(()).expand(len(row_RI), weight_XOI.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         weight_XOI, *parts = ctx.saved_tensors
+        ctx.layer.arithmetic.under_way.samples_B = ctx.samples_B
         each = len(parts) // max(len(ctx.forms), 1)
         runs = [put_together(form, parts[run * each : (run + 1) * each]) for run, form in enumerate(ctx.forms)]
         return *ctx.layer.gradients(gradients[0], weight_XOI, runs, ctx.counts), None, None, None

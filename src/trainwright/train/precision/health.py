@@ -6,7 +6,7 @@ or where the largest value is no number. Such a layer is named, and goes on in t
 step on, if the recipe says so (`precision_fallback`); as all ranks see the counts of all, they agree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,10 +42,14 @@ class Health:
 
     def __init__(self) -> None:
         self.is_on = False
+        self.listener: Callable[[str, Role, torch.Tensor, Quantized], None] | None = None
+        """Is told what `saw` is, watched or not."""
         self._counts: dict[tuple[str, Role], list[Counts]] = {}
 
     def saw(self, layer: str, role: Role, x: torch.Tensor, quantized: Quantized) -> None:
         """A tensor and what has become of it."""
+        if self.listener is not None:
+            self.listener(layer, role, x, quantized)
         if self.is_on and x.numel():
             self._counts.setdefault((layer, role), []).append(counts(x, quantized))
 

@@ -94,6 +94,7 @@ class _Keep(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: LowPrecision, made: Input, wants: bool
     ) -> torch.Tensor:
         ctx.layer, ctx.form = layer, None
+        ctx.samples_B = layer.arithmetic.under_way.samples_B
         kept = []
         if made.columns is not None:
             ctx.form, kept = form_of(made.columns), parts_of(made.columns)
@@ -105,6 +106,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: LowPrecision = ctx.layer
+        layer.arithmetic.under_way.samples_B = ctx.samples_B
         (gradient,), (weight, *kept) = gradients, ctx.saved_tensors
         dgrad, wgrad = ctx.needs_input_grad[:2]
         if not wgrad:
