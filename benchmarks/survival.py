@@ -1,7 +1,7 @@
 """What runs survive on this machine, and how fast: `chaos` over layouts and seeds, and how long the state takes to
 come back from memory. Writes benchmarks/survival_<hardware>_<date>.md.
 
-    python benchmarks/survival.py [--seeds 3] [--faults 10] [--kills 10] [--out FILE.md]
+    python benchmarks/survival.py [--seeds 3] [--faults 10] [--kills 10] [--layouts 4] [--out FILE.md]
 
 Chaos: a model of four layers in float64, 60 steps, a commit every fifth, faults in turn from all kinds. Memory:
 192 MiB of weights and moments a rank, kept in memory after every step and never in storage; one rank is killed
@@ -80,6 +80,7 @@ def chaos(name: str, faults: int, seed: int) -> dict[str, Any]:
         more = ["--steps", str(STEPS), "--faults", str(faults), "--seed", str(seed), "--json"]
         command = [*COMMAND, "chaos", str(file), "--out", str(Path(scratch) / "out"), *more]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(f"{name}, seed {seed}: status {done.returncode}", file=sys.stderr, flush=True)
         if not done.stdout.startswith("{"):
             raise SystemExit(f"{name}, seed {seed}, ended with {done.returncode}:\n{done.stderr}")
         return json.loads(done.stdout)
@@ -110,6 +111,7 @@ def recoveries(ranks: int, kills: int) -> tuple[list[float], list[int], float]:
         told = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
         again = [each["done_again"] for each in told if each["kind"] == "resumed"]
         held = [json.loads(line)["bytes"] for line in (out / "ledger.jsonl").read_text().splitlines()]
+        print(f"{ranks} ranks: {seconds}, {again}", file=sys.stderr, flush=True)
         assert len(seconds) == kills, done.stderr
         return seconds, again, (held[0]["parameters"] + held[0]["optimizer"]) / 2**20
 
@@ -129,12 +131,12 @@ def _head(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
-def report(seeds: int, faults: int, kills: int) -> str:
+def report(layouts: list[str], seeds: int, faults: int, kills: int) -> str:
     how = (__doc__ or "").split("\n\n")[2]
     lines = [f"# What runs survive: {hardware()}, {date.today()}", "", how, ""]
     by_kind: dict[str, list[dict[str, Any]]] = {}
     lines += _head(*COLUMNS)
-    for name in LAYOUTS:
+    for name in layouts:
         found = [chaos(name, faults, seed) for seed in range(seeds)]
         blows = [blow for each in found for blow in each["blows"]]
         for blow in blows:
@@ -167,11 +169,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="so many, the first ones")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     out = asked.out or Path(__file__).parent / f"survival_{hardware()}_{date.today()}.md"
     begun_s = time.perf_counter()
-    text = report(asked.seeds, asked.faults, asked.kills)
+    text = report(list(LAYOUTS)[: asked.layouts], asked.seeds, asked.faults, asked.kills)
     out.write_text(text)
     print(text, f"\nwrote {out} after {time.perf_counter() - begun_s:.0f} s", sep="")
 

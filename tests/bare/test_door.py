@@ -13,6 +13,7 @@ import pytest
 
 import trainwright.train.door
 from tests.bare.plans import cluster, dense_model, moe_model
+from trainwright.cli.draft import draft
 from trainwright.plan.recompute_budget import resolved
 from trainwright.spec.base import Noun
 from trainwright.spec.errors import InvalidSpec
@@ -364,6 +365,17 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
     alone = with_choice(with_choice(run, "experts.shared_gate", value=False), "experts.d_ff_shared", 0)
     with pytest.raises(InvalidSpec, match=r"recipe.overlap.ep=True: .*shared experts.* set it to false"):
         require_trainable(alone.check())
+
+
+def test_a_draft_with_dropout_has_the_kernel_that_drops() -> None:
+    def drafted(*assignments: str) -> Recipe:
+        options = {"seq_len": 64, "global_batch": 16, "precision": "fp32", "tokens": None}
+        return draft(dense_model(), cluster(), **options, assignments=[*assignments]).recipe
+
+    recipe = drafted("recipe.dropout=0.1")
+    require_trainable(RUN.changed(recipe=recipe, layout=Layout(cp=2)).check())
+    said = drafted("recipe.dropout=0.1", "recipe.attention_kernel=flash")
+    assert (said.attention_kernel, said.cp_method) == ("flash", "all_gather")
 
 
 def test_up_projections_are_not_made_again_where_cp_exchanges_heads() -> None:

@@ -249,24 +249,27 @@ def test_equal_stages_reach_the_bound(schedule: str) -> None:
 
 
 def states_walked(row: tuple[Act, ...], vpp: int) -> set[tuple[int, ...]]:
-    """Of every turn of a row with a backward what is held while it runs, whose backward it is, and which chunks
-    have gradients while it runs and after. A pair is one turn: what its forward makes and what its backward needs
-    are there together."""
-    whole, rest, seen, grown = [0] * vpp, [0] * vpp, set(), set()
+    """Of every turn of a row with a backward what is held while it runs, whose backward it is, which chunks have
+    gradients while it runs and after, which stay gathered, and whose weight gradient runs. A pair is one turn:
+    what its forward makes and what its backward needs are there together."""
+    whole, rest, seen, grown, there = [0] * vpp, [0] * vpp, set(), set(), set()
     place = 0
     while place < len(row):
         turn = row[place : place + 1 + row[place].paired]
         place += len(turn)
         for act in turn:
             whole[act.chunk] += act.kind == "F"
+            there |= {act.chunk} if act.kind != "W" else set()
         # A weight gradient drops what it read, and has no working set.
         chunks = {act.chunk for act in turn if act.kind in "BI"}
         if any(act.kind != "F" for act in turn):
             after = grown | {act.chunk for act in turn if act.kind in "BW"}
-            marks = (int(chunk in some) for some in (chunks, grown, after) for chunk in range(vpp))
+            alone = {act.chunk for act in turn if act.kind == "W"}
+            marks = (int(chunk in some) for some in (chunks, grown, after, there, alone) for chunk in range(vpp))
             seen.add((*whole, *rest, *marks))
             grown = after
         for act in turn:
+            there -= {act.chunk} if act.kind in "BI" else set()
             whole[act.chunk] -= act.kind in "BI"
             rest[act.chunk] += {"I": 1, "W": -1}.get(act.kind, 0)
     assert not any(whole + rest)
@@ -284,7 +287,7 @@ def test_holdings_are_the_states_that_no_other_exceeds(schedule: str) -> None:
             walked, states = states_walked(row, pipe.vpp), [*map(tuple, held.tolist())]
             assert set(states) <= walked
             assert len(set(states)) == len(states)
-            bytes_of = [draw.uniform(0, 3) for _ in range(5 * pipe.vpp)]
+            bytes_of = [draw.uniform(0, 3) for _ in range(7 * pipe.vpp)]
             # All states are below one that is kept, and no kept one is below another.
             for state in walked:
                 above = [each for each in states if all(x >= y for x, y in zip(each, state, strict=True))]
@@ -298,9 +301,9 @@ def test_1f1b_holds_at_most_pp_minus_rank(pp: int, microbatches: int) -> None:
     for rank, states in enumerate(holdings("1f1b", pp, 1, microbatches)):
         most = pp - rank
         if microbatches > most:
-            assert states.tolist() == [[most, 0, 1, 1, 1]]
+            assert states.tolist() == [[most, 0, 1, 1, 1, 1, 0]]
         else:  # The first backward, which finds no gradients, and the second.
-            assert states.tolist() == [[microbatches, 0, 1, 0, 1], [microbatches - 1, 0, 1, 1, 1]]
+            assert states.tolist() == [[microbatches, 0, 1, 0, 1, 1, 0], [microbatches - 1, 0, 1, 1, 1, 1, 0]]
 
 
 def test_enough_cores_change_nothing_and_one_core_does_all_work_in_turn() -> None:

@@ -27,6 +27,28 @@ from trainwright.train.verify.subject import Subject, random_tokens
 
 MOE, MLA = "experts", "latent attention"
 """In the place of parts of the model."""
+CHUNKS: dict[str, Any] = {"pp": 2, "vpp": 2, "dp": 2, "global_batch": 16}
+
+BLOCK = {"precision": "fp8-block", "emulate_precision": True}
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "all recomputed": {"recompute": "full"},
+    "norm, activation, attention recomputed": {
+        "recompute": "selective",
+        "recompute_ops": ["norm", "activation", "attention"],
+    },
+    "dp 4": {"dp": 4},
+    "dp 4, zero 1": {"dp": 4, "zero": 1},
+    "dp 4, zero 2": {"dp": 4, "zero": 2},
+    "dp 4, zero 3": {"dp": 4, "zero": 3},
+    "tp 4": {"tp": 4},
+    "pp 4": {"pp": 4},
+    "zb_h1": {"pp": 4, "schedule": "zb_h1"},
+    "experts": {"mlp": MOE},
+    "ep 4": {"mlp": MOE, "dp": 4, "ep": 4},
+    "latent attention": {"attention": MLA},
+}
+OTHERS = ("fp8-delayed", "fp8-current", "fp8-rowwise", "mxfp8", "nvfp4")
 
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -63,11 +85,30 @@ CASES: dict[str, dict[str, Any]] = {
         **{"schedule": "interleaved_1f1b", "global_batch": 16},
     },
     "pp 2, zero 3": {"pp": 2, "dp": 2, "zero": 3},
+    "breadth first, zero 2": {**CHUNKS, "zero": 2, "schedule": "breadth_first"},
+    "breadth first, zero 3": {**CHUNKS, "zero": 3, "schedule": "breadth_first"},
+    "interleaved, zero 3": {**CHUNKS, "zero": 3, "schedule": "interleaved_1f1b"},
+    "interleaved, zero 3, gathered once": {
+        **{**CHUNKS, "zero": 3, "schedule": "interleaved_1f1b"},
+        "reshard_after_forward": False,
+    },
+    "zb_h1, zero 2": {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb_h1", "global_batch": 16},
+    "zb_v, zero 3": {**CHUNKS, "zero": 3, "schedule": "zb_v"},
+    "dp 4, zero 3, short": {"dp": 4, "zero": 3, "short": 8},
+    "dp 4, zero 3, gathered once, short": {"dp": 4, "zero": 3, "short": 8, "reshard_after_forward": False},
+    "dp 4, zero 2, short": {"dp": 4, "zero": 2, "short": 8},
     "experts": {"mlp": MOE},
     "ep 4": {"mlp": MOE, "dp": 4, "ep": 4},
     "ep 2, zero 2": {"mlp": MOE, "dp": 4, "ep": 2, "zero": 2},
+    "experts, zero 3": {"mlp": MOE, "dp": 4, "zero": 3},
+    "ep 2, zero 3": {"mlp": MOE, "dp": 4, "ep": 2, "zero": 3},
+    "ep 4, zero 3": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3},
+    "ep 4, zero 3, short": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3, "short": 8},
+    "ep 4, zero 1, short": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 1, "short": 8},
     "latent attention": {"attention": MLA},
     "more words to come": {"dp": 4, "zero": 2, "mtp_depth": 1},
+    **{f"fp8-block, {name}": {**BLOCK, **fields} for name, fields in IN_BLOCKS.items()},
+    **{precision: {"precision": precision, "emulate_precision": True} for precision in OTHERS},
 }
 
 

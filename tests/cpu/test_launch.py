@@ -117,7 +117,7 @@ def test_compiled_layers_want_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         assert (tmp_path / "a" / "b" / "run.toml").is_file()
         reject("data.path", "here", "is bad")
 

@@ -21,8 +21,14 @@ BOUNDS = {
     # Gradients of norms' outputs, which both halves of a split backward read, aren't among what is kept.
     "zb_h1": 0.008,
     "zb_v": 0.008,
-    # Of the second stage's gradients a shard is made beside what it is the sum of.
+    "zb_v, zero 3": 0.013,
+    # What has arrived for other microbatches.
     "pp 2, zero 3": 0.008,
+    # Temporaries of an expert's activation, beside little else.
+    "ep 4, zero 3, short": 0.008,
+    # What arrives for the next act, and a forward's temporaries, are larger beside chunks of two layers.
+    "interleaved, zero 3": 0.01,
+    "interleaved, zero 3, gathered once": 0.01,
 }
 EVERY = 4
 FEW = [*CASES][2::EVERY]

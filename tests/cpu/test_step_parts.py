@@ -1,7 +1,9 @@
 """The parts of a step that need no other rank: schedule of transfers, learning rate, clock, peak bytes."""
 
+import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -221,3 +223,18 @@ def test_the_bench_counts_a_layers_launches_as_the_planner_does() -> None:
     table = Table.of_run(run)
     around = (*embedding_piece(table).operations, *head_piece(table).operations)
     assert sum(sum(operation.launches) for operation in around) == LAUNCHES_AROUND_LAYERS
+
+
+def test_a_trainer_is_gone_with_the_last_that_uses_it() -> None:
+    """No cycle holds it: its memory doesn't wait for Python's collector."""
+    run = example_run(recipe={"precision": "bf16"}).check()
+    mesh = Mesh(layout=run.layout, rank=0, device=CPU)
+    gc.disable()
+    try:
+        trainer = parallelize(run, mesh, Clock())
+        trainer.step(part_of(run, 0, example_batches(run)), 1e-3)
+        weights = [weakref.ref(each) for _, each in trainer.data_parallel.parameters()]
+        del trainer
+        assert not any(each() is not None for each in weights)
+    finally:
+        gc.enable()

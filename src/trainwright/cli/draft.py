@@ -128,11 +128,21 @@ def _with_assignments(made: Draft, assignments: list[str]) -> Draft:
         if room not in Draft.model_fields or room in OWN_FIELDS:
             known = sorted({*Draft.model_fields, "layout"} - OWN_FIELDS)
             raise InvalidSpec(f"{path}: unknown field; {nearest(room, known)}")
-    changed = made.with_values(others)
+    changed = _with_kernels(made.with_values(others), {path for path, _ in others})
     chosen = {path.removeprefix("recipe.") for path, _ in others if path.startswith("recipe.")} & set(SEARCHED)
     fixed = {field: getattr(changed.recipe, field) for field in sorted(chosen)}
     stage_layers = Layout.parse({"stage_layers": degrees.pop("layout.stage_layers", ())}, "layout").stage_layers
     return changed.changed(fixed={**_fixed_degrees(degrees), **fixed}, stage_layers=stage_layers)
+
+
+def _with_kernels(made: Draft, said: set[str]) -> Draft:
+    """Dropout needs weights of attention to drop, which only an unfused core has; and that core needs whole
+    sequences, which only one way of sharing them out gives it. Where neither is said, they follow."""
+    if made.recipe.dropout and "recipe.attention_kernel" not in said:
+        made = made.with_values([("recipe.attention_kernel", "unfused")])
+    if made.recipe.attention_kernel == "unfused" and "recipe.cp_method" not in said:
+        made = made.with_values([("recipe.cp_method", "all_to_all")])
+    return made
 
 
 def _fixed_degrees(choices: dict[str, object]) -> dict[str, int | str]:

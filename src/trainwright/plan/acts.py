@@ -11,9 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainwright.plan import geometry, rates
+from trainwright.plan import agreement, geometry, rates
 from trainwright.plan.collectives import collective, dispatch_s
-from trainwright.plan.operations import AttentionCore, Collective, Dispatch, Elementwise, Matmul, Operation, Piece
+from trainwright.plan.operations import (
+    Agreement,
+    AttentionCore,
+    Collective,
+    Dispatch,
+    Elementwise,
+    Matmul,
+    Operation,
+    Piece,
+)
 from trainwright.plan.table import SCHEDULE, Floats, Table
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
@@ -88,6 +97,11 @@ class Clock:
         for one in timed:
             if isinstance(one.each, Collective) and one.each.absent & marks:
                 continue
+            if isinstance(one.each, Agreement):
+                asked_s = agreement.seconds_of(self.table, one.each, one.forward, marks)
+                for into, seconds in zip((acts.forward, acts.input, acts.weight), asked_s, strict=True):
+                    _add(into, one.cause, seconds)
+                continue
             _add(acts.forward, one.cause, one.forward)
             _add(acts.input, one.cause, one.input)
             if one.weight is not self._none:
@@ -144,13 +158,19 @@ class Clock:
                     for size in (each.forward_bytes, each.backward_bytes)
                 )
                 return _Timed(each, "ep", forward, backward, none)
+            case Agreement():
+                one_s = self._collective_s(each, "all_reduce", none + agreement.NUMBER_BYTES)
+                return _Timed(each, "ep" if each.over_experts else _exposed(each.axis), one_s, none, none)
 
     def _collective(self, each: Collective, op: CollectiveOp) -> Floats:
+        return each.parts * self._collective_s(each, op, each.message_bytes)
+
+    def _collective_s(self, each: Collective | Agreement, op: CollectiveOp, message_bytes: Floats) -> Floats:
         key = (each.axis, each.over_experts, op)
         if key not in self._collectives:
             size, members = self._expert_tp if each.over_experts else self._groups[each.axis]
             self._collectives[key] = collective(self.table.cluster, op, size, members, self.table.at_work)
-        return each.parts * self._collectives[key](each.message_bytes)
+        return self._collectives[key](message_bytes)
 
     def _overlapped(self, timed: list[_Timed]) -> list[_Timed]:
         """The same with the communication that hides left out."""
@@ -167,7 +187,9 @@ class Clock:
         shown = []
         for one in timed:
             forward, backward = one.forward, one.input
-            if one.cause == "tp" and recipe.overlap.tp:
+            if isinstance(one.each, Agreement):
+                pass  # Nothing can go on without the answer.
+            elif one.cause == "tp" and recipe.overlap.tp:
                 forward, backward = forward * (1 - overlap.tp), backward * (1 - overlap.tp)
             elif one.cause == "cp" and recipe.cp_method == "ring":
                 forward = np.maximum(forward - overlap.cp * core[0], forward * (1 - overlap.cp))

@@ -114,6 +114,10 @@ class Moments:
     """Pieces that have gradients."""
     grown_after: Floats
     """Those that have them when that backward is over."""
+    there: Floats
+    """Pieces whose weights stay gathered, where they do from forward to backward."""
+    alone: Floats
+    """Pieces whose weight gradient runs by itself."""
 
 
 @lru_cache(maxsize=4096)
@@ -123,17 +127,17 @@ def moments(shape: Shape, num_microbatches: int) -> Moments:
     held = holdings(shape.schedule, shape.pp, shape.vpp, num_microbatches)
     places = np.repeat(np.arange(shape.pp), [len(states) for states in held])
     chunks = made.stages[made.stage_of[places]]
-    counts = np.concatenate(held).astype(np.float64).reshape(len(places), 5, shape.vpp)
-    whole, weight_only, running, grown, after = np.einsum("mkc,mcp->kmp", counts, chunks)
-    return Moments(places, whole, weight_only, made.ranks[places], running, grown, after)
+    counts = np.concatenate(held).astype(np.float64).reshape(len(places), 7, shape.vpp)
+    whole, weight_only, *rest = np.einsum("mkc,mcp->kmp", counts, chunks)
+    return Moments(places, whole, weight_only, made.ranks[places], *rest)
 
 
 @lru_cache(maxsize=4096)
 def largest_moments(shape: Shape, num_microbatches: int) -> Moments:
     """Those of them that can be the peak."""
     every = moments(shape, num_microbatches)
-    counts = (every.whole, every.weight_only, every.params, every.running > 0, every.grown, every.grown_after)
-    kept = undominated(np.concatenate(counts, axis=1))
+    counts = [every.whole, every.weight_only, every.params, every.running > 0, every.grown, every.grown_after]
+    kept = undominated(np.concatenate([*counts, every.there, every.alone], axis=1))
     return Moments(*(each[kept] for each in vars(every).values()))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.plan.agreement import ALONG_INPUT, OF_LATENTS, agreements
 from trainwright.plan.linear import NORM, casts, of, projection, quantized
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
@@ -53,17 +54,29 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
     # The projection reads the core's output, or, where that is wider than the values, what is cut out of it.
-    is_cut = bool(np.any(inside.out > widths.out))
-    if is_cut:
+    is_cut, copied = bool(np.any(inside.out > widths.out)), keeps_copy(table)
+    if is_cut and not copied:
         kept = (*kept, Saved(table.tokens * widths.out * size, FULL))
     core = _core(table, layer, heads, head_width, kept, table.tokens * inside.out * size, is_cut)
     # The output projection's input is the core's output, which is kept there; a cast copy comes on top, unless it
     # is cast once more in backward.
-    copied = table.recipe.is_low_precision and not table.recipe.activations_fp8
     cast = (quantized(table, table.tokens, widths.out, FULL),) if copied else ()
     out = Matmul("out", table.tokens, widths.out, of(table, table.model.d_model), cast, FULL)
     turned = (rotary,) if table.model.rope is not None else ()
-    return (*projections, *turned, *_context(table, dealt), *core, *casts(table, out), out)
+    return (
+        *projections,
+        *turned,
+        *_context(table, dealt),
+        *core,
+        *agreements(table, out, ALONG_INPUT),
+        *casts(table, out),
+        out,
+    )
+
+
+def keeps_copy(table: Table) -> bool:
+    """Whether the output projection keeps a cast copy of what it reads, and not that itself."""
+    return table.recipe.is_low_precision and not table.recipe.activations_fp8
 
 
 def _norms_over_heads(table: Table, attention: GroupedQueryAttention) -> tuple[Operation, ...]:
@@ -114,7 +127,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     else:
         rank = attention.q_lora_rank
         made = (
-            *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL),
+            *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL, cut=OF_LATENTS),
             *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
         )
     down = of(table, attention.kv_lora_rank + attention.d_rope)
@@ -129,7 +142,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     up = heads * (attention.d_nope + attention.d_value)
     made = (
         *made,
-        *projection(table, "kv_down", d_model, down, again=FULL, save_input=False),
+        *projection(table, "kv_down", d_model, down, again=FULL, save_input=False, cut=OF_LATENTS),
         latent_norms,
         *projection(table, "kv_up", attention.kv_lora_rank, up, reads=FULL, again=UP, gathered=False),
     )
@@ -151,9 +164,9 @@ def _core(
     keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
     flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
     # Where the projection keeps a copy of its own of what it reads, the core's output goes with the core.
-    has_copy = is_cut or (recipe.is_low_precision and not recipe.activations_fp8)
+    has_copy = is_cut or keeps_copy(table)
     out = Saved(out_bytes, CORE if has_copy else FULL)
-    if recipe.cp_method == "all_to_all" and not is_cut:
+    if recipe.cp_method == "all_to_all" and not has_copy:
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
     if fused:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.plan import geometry, pipeline
+from trainwright.plan.agreement import history_seconds
 from trainwright.plan.assembly import (
     Moments,
     Shape,
@@ -194,6 +195,7 @@ class Evaluation:
             logits_bytes=figures.logits_bytes[:, inside],
             weight_bytes=figures.weight_bytes[:, inside],
             working_bytes=figures.working_bytes[:, at],
+            experts_left_bytes=figures.experts_left_bytes[:, at],
             params=figures.params[:, inside],
             expert_params=figures.expert_params[:, inside],
             low_params=figures.low_params[:, inside],
@@ -230,7 +232,8 @@ class Evaluation:
         dp_s = dp_seconds(table, ranks, self._dense.take(placement), experts)
         self._dp_s[places] = np.maximum(dp_s.max(axis=0), 0.0)
         self._optimizer_s[places] = optimizer_seconds(table, ranks).max(axis=0)
-        self._cast_s[places] = weight_cast_seconds(table, ranks).max(axis=0)
+        agreed_s = history_seconds(table, float((counts @ self.parts.low_matmuls()).max()))
+        self._cast_s[places] = weight_cast_seconds(table, ranks).max(axis=0) + agreed_s
         work_s = forward_s + backward_s
         if shape.schedule in PAIRED:
             hides = table.cluster.rates.overlap.ep

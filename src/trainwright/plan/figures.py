@@ -16,13 +16,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from trainwright.plan import geometry
+from trainwright.plan import agreement, geometry
 from trainwright.plan.acts import PAIRED, Acts, Clock, Seconds
 from trainwright.plan.operations import Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece, table_copy_piece
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table, combined, distinct
 from trainwright.spec.ledger import SecondsCause
 from trainwright.spec.model import LayerSpec, MoeMlp, mean_keys, seen_keys
+from trainwright.spec.schedule import SCHEDULES
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class Figures:
     weight_bytes: Floats
     """What the weight gradient alone reads: inputs of matmuls and gradients of their outputs."""
     working_bytes: Floats
+    experts_left_bytes: Floats
+    """What is left of a layer when its experts' gradients leave, over what it kept."""
     params: Floats
     expert_params: Floats
     low_params: Floats
@@ -72,7 +75,12 @@ def insides(table: Table) -> tuple[Ints, Ints]:
     members = geometry.expert_members(placed, placed.columns.etp, placed.columns.ep)[placement]
     c, paired = table.columns, np.array([name in PAIRED for name in SCHEDULE], dtype=np.int64)
     beside = table.at_work if _depends_on_others(table) else np.zeros_like(c.tp)
-    return distinct(combined(c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired[c.schedule], beside))
+    columns = [c.tp, c.cp, c.ep, c.etp, c.micro_batch, members, paired[c.schedule], beside]
+    if agreement.asks(table):
+        split = np.array([SCHEDULES[name].splits_backward for name in SCHEDULE], dtype=np.int64)
+        by_use = (agreement.is_cast_by_use(table, of_experts) for of_experts in (False, True))
+        columns += [split[c.schedule], *by_use, table.num_microbatches]
+    return distinct(combined(*columns))
 
 
 def _depends_on_others(table: Table) -> bool:
@@ -120,6 +128,14 @@ class Parts:
             acts.append([*(plain or again), *again, *around])
         return Parts(table, pieces, clock, acts)
 
+    def low_matmuls(self) -> Ints:
+        """Of each piece its low-precision matmuls, (pieces,)."""
+        counts = [
+            sum(isinstance(each, Matmul) and each.in_low_precision for each in piece.operations)
+            for piece in self.pieces
+        ]
+        return np.array(_twice(counts, len(kinds_of(self.table))))
+
     def figures(self) -> Figures:
         """Totals over causes."""
         rows, split = len(self.table.columns), len(kinds_of(self.table))
@@ -131,7 +147,8 @@ class Parts:
         pieces = _twice(self.pieces, split)
         # The layer whose backward runs has all its saved tensors, whatever was kept of the others.
         again = _twice([piece.working_bytes + piece.saved_bytes for piece in self.pieces], split)
-        kept, working = [], []
+        left = _twice([piece.saved_before_dispatch for piece in self.pieces], split)
+        kept, working, experts_left = [], [], []
         for policy in self.table.policies:
             marks = [0] * split + [policy.marks] * split + [0] * (len(pieces) - 2 * split)
             own = [piece.kept_bytes(mark) + np.zeros(rows) for piece, mark in zip(pieces, marks, strict=True)]
@@ -140,6 +157,7 @@ class Parts:
             working.append(
                 np.array([one + read - mine for one, read, mine in zip(again, inputs, own, strict=True)])
             )
+            experts_left.append(np.array([each - mine for each, mine in zip(left, own, strict=True)]))
 
         def of_pieces(values: Iterable[Floats | float]) -> Floats:
             return np.array(_twice([value + np.zeros(rows) for value in values], split))
@@ -155,6 +173,7 @@ class Parts:
             logits_bytes=of_pieces(piece.logits_bytes for piece in self.pieces),
             weight_bytes=of_pieces(_weight_bytes(self.table, piece) for piece in self.pieces),
             working_bytes=np.concatenate(working, axis=1),
+            experts_left_bytes=np.concatenate(experts_left, axis=1),
             params=of_pieces(piece.params for piece in self.pieces),
             expert_params=of_pieces(piece.expert_params for piece in self.pieces),
             low_params=of_pieces(self._low_params(of_experts=False)),
@@ -195,8 +214,8 @@ def _uncut(table: Table, layer: LayerSpec | None) -> float:
 
 
 def _weight_bytes(table: Table, piece: Piece) -> Floats:
-    """Bytes that the weight gradients of a piece read: every matmul's input once, and its output's gradient, both
-    in the format that the matmul reads."""
+    """Bytes that the weight gradients of a piece read: every matmul's input once, in the format that it reads, and
+    its output's gradient, which is cast when it is read."""
     recipe, total = table.recipe, np.zeros(1)
     for each in piece.operations:
         if not isinstance(each, Matmul):
@@ -207,5 +226,5 @@ def _weight_bytes(table: Table, piece: Piece) -> Floats:
         if each.saved and not each.shares_input:
             kept = each.saved if each.in_low_precision else each.saved[:1]
             inputs = sum((saved.bytes for saved in kept if not saved.only_under), np.zeros(1))
-        total = total + inputs + each.m * each.n * groups * size
+        total = total + inputs + each.m * each.n * groups * recipe.compute_bytes
     return total

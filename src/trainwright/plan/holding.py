@@ -17,8 +17,9 @@ from trainwright.plan.table import Ints
 from trainwright.spec.schedule import SCHEDULES, Rows
 
 States = Ints
-"""(states, 5 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, whether its
-backward runs, whether it has gradients, and whether it has them when that backward is over."""
+"""(states, 7 * vpp): of each chunk microbatches held whole, those held for the weight gradient alone, whether its
+backward runs, whether it has gradients, whether it has them when that backward is over, whether weights that were
+gathered for it are of use yet, and whether a weight gradient of it runs by itself."""
 
 ENOUGH_ROUNDS = 3
 """Times pp microbatches: two fill every pipe, after three all chunks that are full have gradients too."""
@@ -32,9 +33,10 @@ def holdings(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[S
         at = np.arange(vpp)[::-1, None]
         chunk = np.arange(vpp)[None, :]
         runs = chunk == at
-        first = [num_microbatches * (chunk <= at), 0 * (chunk + at), runs, chunk > at, chunk >= at]
+        none = 0 * (chunk + at)
+        first = [num_microbatches * (chunk <= at), none, runs, chunk > at, chunk >= at, chunk <= at, none]
         # A chunk's second backward finds a microbatch less, and gradients.
-        second = [first[0] - runs, first[1], runs, chunk >= at, chunk >= at]
+        second = [first[0] - runs, none, runs, chunk >= at, chunk >= at, chunk <= at, none]
         states = [np.concatenate(each, axis=1) for each in (first, second)[:num_microbatches]]
         return (np.concatenate(states).astype(np.int64),) * pp
     return _holdings(schedule, pp, vpp, min(num_microbatches, ENOUGH_ROUNDS * pp))
@@ -84,7 +86,13 @@ def peaks(rows: Rows, vpp: int) -> tuple[Ints, States]:
     has_after = makes.take(turns, axis=1) > earlier
     makes_now = own & ((drops & ~is_split) | ends)[turns]
     has_before = makes.take(turns, axis=1) - makes_now > earlier
-    return rank[turns], np.concatenate([whole, weight_only, running, has_before, has_after]).T.astype(np.int64)
+    # Weights are gathered for a forward, and given back after a backward.
+    uses = (chunk == np.arange(vpp)[:, None]) & (kind != ord("W"))
+    last_use = np.maximum.accumulate(np.where(uses, np.arange(1, len(acts) + 1), 0), axis=1)
+    there = np.append(False, kind == ord("F")).take(last_use.take(last, axis=1)) | running
+    alone = own & ends[turns]
+    states = [whole, weight_only, running, has_before, has_after, there, alone]
+    return rank[turns], np.concatenate(states).T.astype(np.int64)
 
 
 def undominated(rows: np.ndarray, group: Ints | None = None) -> Ints:

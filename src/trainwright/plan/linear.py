@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwright.plan.agreement import ALONG_OUTPUT, Again, Cut, agreements
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 
@@ -69,15 +70,29 @@ def projection(
     gathered: bool = True,
     save_input: bool = True,
     cast_input: bool | None = None,
+    cut: Cut = ALONG_OUTPUT,
+    whole: int | None = None,
 ) -> tuple[Operation, ...]:
     """A projection of the residual stream (whose shard is saved), or of a latent that every rank holds whole.
 
     reads: marks under which its input is made again in backward, and so not kept. cast_input: whether it is the
-    first to read its input in a low format; where it saves it, unless said otherwise.
+    first to read its input in a low format; where it saves it, unless said otherwise. cut: which ranks have parts
+    of its tensors. whole: marks under which its block runs again with copies of its input; those of `again` unless
+    said otherwise.
     """
     saved = kept_input(table, k, reads, again, gathered=gathered) if save_input else ()
     matmul = Matmul(name, table.tokens, of(table, k), n, saved, again, shares_input=not save_input)
-    return (*casts(table, matmul, cast_input=save_input if cast_input is None else cast_input), matmul)
+    is_first = save_input if cast_input is None else cast_input
+    there = input_again(table, again if whole is None else whole) if gathered else None
+    asked = agreements(table, matmul, cut, is_first=is_first, there=there)
+    return (*asked, *casts(table, matmul, cast_input=is_first), matmul)
+
+
+def input_again(table: Table, whole: int) -> Again:
+    """Where backward has the normed input of a block: gathered, or made by its norm; not if the whole block is
+    recomputed, under these marks."""
+    under = 0 if table.model.norm_placement == "post" else NORM
+    return Again(is_gathered_again(table), under, whole)
 
 
 def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool) -> tuple[Saved, ...]:
@@ -105,9 +120,12 @@ def is_gathered_again(table: Table) -> NDArray[np.bool_]:
 def quantized(
     table: Table, rows: Floats, k: Floats | float, dropped_by: int, groups: Floats | float = 1.0
 ) -> Saved:
-    """A low-precision copy of `groups` tensors of (rows, k) with scales along the rows."""
+    """A low-precision copy of `groups` tensors of (rows, k) with scales along the rows, of which a transform has
+    whole groups."""
     low = table.recipe.low_precision
     assert low is not None, "the recipe has a low precision"
+    if low.hadamard:
+        rows = np.ceil(rows / low.hadamard) * low.hadamard
     return Saved(groups * low.activation.num_bytes(rows, k), dropped_by, is_quantized=True)
 
 
@@ -166,10 +184,12 @@ def ending(table: Table, whole: int) -> dict[str, Any]:
     return {"ends_under": whole & ~FULL if follows else whole, "again_anew": whole | ACTIVATION}
 
 
-def leave(table: Table, where: str, again: int = 0, *, ends: int = 0) -> tuple[Operation, ...]:
-    """Out of a tensor-parallel region: partial sums are added up. ends: it is the last of what is recomputed under
-    these marks."""
-    last = ending(table, ends) if ends else {}
+def leave(
+    table: Table, where: str, again: int = 0, *, ends: dict[str, Any] | None = None
+) -> tuple[Operation, ...]:
+    """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at
+    one."""
+    last = ends or {}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)

@@ -47,6 +47,10 @@ class _Stretch:
     """Chunks that have gradients."""
     grown_after: tuple[int, ...]
     """Those that have them at its end."""
+    there: tuple[int, ...]
+    """Chunks whose weights, gathered for a forward, wait for a backward."""
+    alone: tuple[int, ...]
+    """Weight gradients of each chunk that run by themselves."""
 
 
 def memory_over_time(run: Run) -> StepMemory:
@@ -81,7 +85,7 @@ def _rank(
     ends_s = max(reduced_s, last.end_s), max(step_s, reduced_s, last.end_s)
     nothing = (0,) * len(last.whole)
     stretches += [
-        _Stretch(end_s, doing, nothing, nothing, nothing, nothing, last.grown_after)
+        _Stretch(end_s, doing, nothing, nothing, nothing, nothing, last.grown_after, nothing, nothing)
         for end_s, doing in zip(ends_s, ("reduces gradients", "optimizer and the rest"), strict=True)
     ]
     found = _bytes(evaluation, held, rank, stretches)
@@ -99,21 +103,28 @@ ROUNDING = 1e-12
 
 def _stretches(turns: list[list[Played]], vpp: int) -> Iterator[_Stretch]:
     """A rank's turns and what lies between them, up to the end of its last one."""
-    whole, weight_only, grown, free_s = [0] * vpp, [0] * vpp, [0] * vpp, 0.0
+    whole, weight_only, grown, there, free_s = [0] * vpp, [0] * vpp, [0] * vpp, [0] * vpp, 0.0
     for turn in turns:
         # Sums of the same seconds in another order may differ in their last digit.
         if turn[0].start_s > free_s * (1 + ROUNDING):
             none, now = (0,) * vpp, tuple(grown)
-            yield _Stretch(turn[0].start_s, "waits", tuple(whole), tuple(weight_only), none, now, now)
+            held = tuple(whole), tuple(weight_only)
+            yield _Stretch(turn[0].start_s, "waits", *held, none, now, now, tuple(there), none)
         drops = [each.act for each in turn if each.act.kind != "F"]
         for each in turn:
             whole[each.act.chunk] += each.act.kind == "F"
+            there[each.act.chunk] |= each.act.kind != "W"
         # As in `holding`, a weight gradient has no working set.
         running = tuple(sum(act.chunk == chunk and act.kind != "W" for act in drops) for chunk in range(vpp))
+        alone = tuple(sum(act.chunk == chunk and act.kind == "W" for act in drops) for chunk in range(vpp))
         before, free_s = tuple(grown), turn[0].end_s
         for act in drops:
             grown[act.chunk] |= act.kind != "I"
-        yield _Stretch(free_s, _doing(turn), tuple(whole), tuple(weight_only), running, before, tuple(grown))
+        held = tuple(whole), tuple(weight_only)
+        yield _Stretch(free_s, _doing(turn), *held, running, before, tuple(grown), tuple(there), alone)
+        for each in turn:
+            if each.act.kind != "W":
+                there[each.act.chunk] = int(each.act.kind == "F")
         for act in drops:
             (weight_only if act.kind == "W" else whole)[act.chunk] -= 1
             weight_only[act.chunk] += act.kind == "I"
@@ -131,6 +142,7 @@ def _held(evaluation: Evaluation) -> Held:
         kept_bytes=figures.kept_bytes,
         logits_bytes=figures.logits_bytes,
         weight_bytes=figures.weight_bytes,
+        experts_left_bytes=figures.experts_left_bytes,
         working_bytes=figures.working_bytes,
         params=figures.params,
         expert_params=figures.expert_params,
@@ -145,10 +157,13 @@ def _bytes(evaluation: Evaluation, held: Held, rank: int, stretches: list[_Stret
     shape = evaluation.shape(0)
     made = assembly(shape)
     chunks = made.stages[made.stage_of[rank]]
-    columns = ((each.whole, each.weight_only, each.running, each.grown, each.grown_after) for each in stretches)
-    whole, weight_only, running, grown, after = (
+    columns = (
+        (each.whole, each.weight_only, each.running, each.grown, each.grown_after, each.there, each.alone)
+        for each in stretches
+    )
+    whole, weight_only, *rest = (
         np.array(counts, dtype=np.float64) @ chunks for counts in zip(*columns, strict=True)
     )
     every, pieces = np.full(len(stretches), rank), np.repeat(made.ranks[[rank]], len(stretches), axis=0)
-    at = Moments(every, whole, weight_only, pieces, running, grown, after)
+    at = Moments(every, whole, weight_only, pieces, *rest)
     return {cause: value[:, 0] for cause, value in moment_bytes(evaluation.table, shape, at, held).items()}

@@ -8,9 +8,11 @@ gather one another's tokens.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from trainwright.plan.agreement import ALONG_INPUT, OF_EXPERTS, OUT_OF_EXPERTS, agreements
 from trainwright.plan.linear import (
     ACTIVATION,
     NORM,
@@ -32,14 +34,25 @@ MOE = FULL | marks("moe")
 SHARED = "shared experts"
 
 
-def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str = "mlp") -> tuple[Operation, ...]:
-    """From the normed input to the down projection, with the collectives of tp around it."""
+def dense_operations(
+    table: Table, mlp: DenseMlp, whole: int = MLP, where: str = "mlp", *, follows: bool = False
+) -> tuple[Operation, ...]:
+    """From the normed input to the down projection, with the collectives of tp around it. follows: something reads
+    its output, and keeps it, inside of what is recomputed."""
     width = mlp.d_ff / table.columns.tp
     d_model = table.model.d_model
     # Shared experts read what the router has saved; a cast copy comes on top where backward doesn't gather it.
     first, of_shared = where != SHARED, "shared " if where == SHARED else ""
     up = projection(
-        table, f"{of_shared}up", d_model, width, reads=FULL | NORM, again=whole, save_input=first, cast_input=True
+        table,
+        f"{of_shared}up",
+        d_model,
+        width,
+        reads=FULL | NORM,
+        again=whole,
+        save_input=first,
+        cast_input=True,
+        whole=whole if first else FULL,
     )
     if not first and table.recipe.is_low_precision:
         copy = quantized(table, table.tokens, d_model, whole | NORM)
@@ -48,16 +61,18 @@ def dense_operations(table: Table, mlp: DenseMlp, whole: int = MLP, where: str =
     gate = (
         projection(table, f"{of_shared}gate", d_model, width, again=whole, save_input=False) if mlp.gated else ()
     )
-    name, ends = f"{of_shared}down", ending(table, whole)
-    down = Matmul(name, table.tokens, width, of(table, d_model), again=FULL, **ends)
+    last = whole if follows else FULL
+    ends: dict[str, Any] = {"again_anew": whole | ACTIVATION} if follows else ending(table, whole)
+    down = Matmul(f"{of_shared}down", table.tokens, width, of(table, d_model), again=last, **ends)
     return (
         *entry(table, where, whole, keeps=whole if first else FULL),
         *up,
         *gate,
         activation(table, table.tokens, width, gated=mlp.gated, whole=whole),
+        *agreements(table, down, ALONG_INPUT),
         *casts(table, down),
         down,
-        *leave(table, where, FULL, ends=whole),
+        *leave(table, where, last, ends=ends),
     )
 
 
@@ -142,12 +157,16 @@ def _experts(table: Table, mlp: MoeMlp, rows: Floats, experts: Floats, width: Fl
     down = Matmul("expert down", each, width, of(table, d_model), (), MOE, again_anew=ACTIVATION, **alike)
     biased = _biases(table, mlp, rows, width)
     gate_casts = tuple(cast for matmul in gate for cast in casts(table, matmul, cast_input=False))
+    gate_asks = tuple(ask for matmul in gate for ask in agreements(table, matmul, OF_EXPERTS, is_first=False))
     return (
+        *agreements(table, up, OF_EXPERTS),
         *casts(table, up),
         up,
+        *gate_asks,
         *gate_casts,
         *gate,
         activation(table, each, width, gated=mlp.gated, whole=MOE, groups=experts),
+        *agreements(table, down, OUT_OF_EXPERTS),
         *casts(table, down),
         down,
         *biased,
@@ -178,7 +197,17 @@ def _shared(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
     if not mlp.d_ff_shared:
         return ()
     dense = DenseMlp(d_ff=mlp.d_ff_shared, gated=mlp.gated, activation=mlp.activation)
-    return dense_operations(table, dense, MOE, SHARED)
+    if not mlp.shared_gate:
+        return dense_operations(table, dense, MOE, SHARED)
+    # What the shared experts make is scaled by a number per token, made of what the router has saved.
+    tokens, d_model, size = table.residual_tokens, table.model.d_model, table.recipe.compute_bytes
+    gate = Matmul(
+        "shared experts' gate", tokens, of(table, d_model), of(table, 1), again=MOE, in_low_precision=False
+    )
+    made = tokens * d_model * size
+    saved = (Saved(made, MOE), Saved(tokens * size, MOE))
+    scaled = Elementwise("scaled shared experts", 2 * made, 3 * made, saved, MOE, kernels=2)
+    return (*dense_operations(table, dense, MOE, SHARED, follows=True), gate, scaled)
 
 
 def mlp_params(table: Table, mlp: DenseMlp | MoeMlp) -> tuple[Floats, Floats]:

@@ -12,13 +12,20 @@ runs again in backward, `dropped_by` those under which a saved tensor is not kep
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.plan.table import FULL, Floats, Ints
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
+
+
+def floats(values: NDArray[Any]) -> Floats:
+    """Whole numbers among them, too, as what the planner computes with."""
+    return values.astype(np.float64)
 
 
 class Saved(NamedTuple):
@@ -174,7 +181,71 @@ class Dispatch:
     launches = (1, 1)
 
 
-Operation = Matmul | AttentionCore | Elementwise | Collective | Dispatch
+class Questions(NamedTuple):
+    """How often an `Agreement` asks in an act, (rows,): forward; backward, what runs again in it included; and the
+    weight gradient's act, where that is one of its own."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Ranks of an axis that have parts of what a low-precision matmul reads ask one another for the largest
+    magnitude, of which scales of whole tensors are made: an all-reduce of a number, for which the rank waits."""
+
+    matmul: Matmul
+    axis: Axis
+    over_experts: bool
+    """As of `Collective`."""
+    input: Ints
+    """1 where ranks of the axis have parts of the input, and the matmul is the first to read it; (rows,)."""
+    gradient: Ints
+    weight: Ints
+    ways: int
+    """Questions about a tensor that is quantized along either dim: 2 where its values differ (a transform)."""
+    is_there: NDArray[np.bool_]
+    """Rows in which backward has the input again, and quantizes it there for the weight gradient."""
+    there_under: int
+    """The marks under which it has it too,"""
+    not_under: int
+    """and those under which it never has."""
+    in_two_acts: NDArray[np.bool_]
+    """Rows whose schedule puts the weight gradient off."""
+    without_graph: int
+    """Marks under which the input is cast again for its values alone."""
+
+    saved = ()
+    launches = (0, 0)
+
+    def tensors(self, marks: int, casts_again: int) -> Questions:
+        """About input and gradient, where the operations of `marks` are recomputed and that casts the input so
+        many times again."""
+        is_there = (self.is_there | bool(self.there_under & marks)) & (not self.not_under & marks)
+        first = np.where(is_there, 1, self.ways)
+        forward, again = first, casts_again * first
+        # Neither what is made again for values alone, nor any but the last of what makes a graph anew, has copies
+        # for the weight gradient.
+        if self.without_graph & marks:
+            again = casts_again + 0 * first
+        elif casts_again:
+            forward = np.where(self.in_two_acts, 1, first)
+            again = np.where(self.in_two_acts, casts_again - 1 + first, again)
+        backward = self.input * again + self.gradient * np.where(self.in_two_acts, 1, self.ways)
+        later = self.input * is_there
+        return Questions(
+            floats(self.input * forward),
+            floats(backward + np.where(self.in_two_acts, 0, later)),
+            floats(np.where(self.in_two_acts, later + self.gradient, 0)),
+        )
+
+    def weights(self, products_again: int) -> Questions:
+        """About the weight, where it is cast at each use, and that multiplies so many times again."""
+        return Questions(floats(self.weight), floats(self.weight * (1 + products_again)), floats(0 * self.weight))
+
+
+Operation = Matmul | AttentionCore | Elementwise | Collective | Dispatch | Agreement
 
 
 @dataclass(frozen=True)
@@ -210,6 +281,12 @@ class Piece:
     def saved_bytes(self) -> Floats:
         """Kept where nothing is recomputed."""
         return self._sum(saved for saved in self._saved() if not saved.only_under)
+
+    @property
+    def saved_before_dispatch(self) -> Floats:
+        """What a layer saves before it dispatches to experts: what is left when their backward is over."""
+        before = takewhile(lambda each: not isinstance(each, Dispatch), self.operations)
+        return self._sum(saved for each in before for saved in each.saved if not saved.only_under)
 
     @property
     def tensor_bytes(self) -> Floats:

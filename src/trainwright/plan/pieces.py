@@ -4,8 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainwright.plan.agreement import Cut, agreements
 from trainwright.plan.attention import attention_operations, attention_params
-from trainwright.plan.linear import accumulation, casts, entry, leave, norm, of, quantized, residual
+from trainwright.plan.casting import backward_bytes
+from trainwright.plan.linear import (
+    accumulation,
+    casts,
+    entry,
+    is_gathered_again,
+    leave,
+    norm,
+    of,
+    quantized,
+    residual,
+)
 from trainwright.plan.mlp import dense_operations, load, mlp_params, moe_operations
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
@@ -45,15 +57,26 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
 
 
 def _gradient_bytes(table: Table, layer: LayerSpec) -> Floats:
-    """Gradients of activations that live together while an MLP's backward runs, its widest part."""
-    mlp, size, d_model = layer.mlp, table.recipe.compute_bytes, table.model.d_model
+    """Gradients of activations that live together while an MLP's backward runs, its widest part; or what its
+    low-precision products hold."""
+    recipe, mlp, d_model = table.recipe, layer.mlp, table.model.d_model
+    size, low = recipe.compute_bytes, recipe.low_precision
     if isinstance(mlp, DenseMlp):
-        return table.tokens * ((mlp.gated + 2) * mlp.d_ff / table.columns.tp + 2 * d_model) * size
-    rows = table.residual_tokens * mlp.top_k * load(table) * table.columns.etp
-    inner = (mlp.gated + 2) * mlp.d_ff / table.columns.etp
-    shared = table.tokens * mlp.d_ff_shared / table.columns.tp
-    # The gradient of the experts' tokens, and the buffer that it is sent back from.
-    return (rows * (inner + 2 * d_model) + table.residual_tokens * 2 * d_model + shared) * size
+        rows, width, groups, gathered = table.tokens, mlp.d_ff / table.columns.tp, None, is_gathered_again(table)
+        around = table.tokens * 2 * d_model * size
+    else:
+        width, groups, gathered = mlp.d_ff / table.columns.etp, mlp.num_experts / table.columns.ep, 0.0
+        rows = table.residual_tokens * mlp.top_k * load(table) * table.columns.etp
+        shared = table.tokens * mlp.d_ff_shared / table.columns.tp
+        # The gradient of the experts' tokens, and the buffer that it is sent back from.
+        around = (rows * 2 * d_model + table.residual_tokens * 2 * d_model + shared) * size
+    inner = rows * width
+    if low is None or recipe.activations_fp8:
+        return (mlp.gated + 2) * inner * size + around
+    # The product that the activation gave is kept in few bits.
+    wide = (mlp.gated + 3) * inner * size - inner * low.activation.value_bytes
+    each = rows if groups is None else rows / groups
+    return np.maximum(wide, backward_bytes(table, each, width, groups, table.tokens * d_model * gathered)) + around
 
 
 def _gathered_kv_bytes(table: Table, operations: tuple[Operation, ...]) -> Floats:
@@ -185,7 +208,10 @@ def mtp_piece(table: Table) -> Piece:
     lookup = Elementwise("embedding", 2 * looked_up, 2 * looked_up, (Saved(8 * table.tokens),))
     # The hidden state is kept by the norm before the head, which reads it too.
     hidden = replace(norm(table), saved=norm(table).saved[1:])
-    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *casts(table, join), join)
+    # Where sequences are cut, each rank has other positions.
+    tokens = ("cp", "tp") if table.recipe.sequence_parallel else ("cp",)
+    asked = agreements(table, join, Cut(tokens, (), tokens))
+    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *asked, *casts(table, join), join)
     operations = (*into, *layer.operations, *loss)
     return Piece(
         (*operations, accumulation(table, own)),

@@ -67,6 +67,7 @@ Tensors = Literal[
     "up and gate",
     "product",
     "rows of experts",
+    "shared experts",
     "quantized",
     "scores of experts",
     "logits",

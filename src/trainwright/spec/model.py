@@ -173,6 +173,10 @@ class MoeMlp(Noun):
     def _check(self) -> "MoeMlp":
         if self.top_k > self.num_experts:
             reject("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
+        if self.shared_gate and not self.d_ff_shared:
+            reject(
+                "shared_gate", self.shared_gate, "scales shared experts, of which there are none; set d_ff_shared"
+            )
         if self.num_experts % self.num_groups:
             reject("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
         if self.top_groups > self.num_groups:

@@ -129,6 +129,13 @@ class Trainer:
         if self.low_precision is not None:
             self.low_precision.after_update()
 
+    def held_bytes(self) -> dict[str, float]:
+        """`DataParallel.held_bytes`, with the casts of weights that low-precision layers hold from act to act."""
+        held = self.data_parallel.held_bytes()
+        if self.low_precision is not None:
+            held["parameters"] += self.low_precision.held_bytes()
+        return held
+
     def leave_out(self) -> None:
         """Drop the gradients of a step that is to move nothing."""
         self.data_parallel.after_update()

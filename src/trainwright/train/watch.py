@@ -89,6 +89,6 @@ class Watch:
             step_s=self.step_s,
             tokens_per_s=run.recipe.tokens_per_step / self.step_s,
             seconds=seconds,
-            bytes={**trainer.data_parallel.held_bytes(), "optimizer": float(sum(map(bytes_of, moments)))},
+            bytes={**trainer.held_bytes(), "optimizer": float(sum(map(bytes_of, moments)))},
             peak_bytes=float(self.peak_bytes),
         )

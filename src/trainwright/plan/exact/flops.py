@@ -17,6 +17,14 @@ PARTS = {
 """The planner's operations that are one module of the program."""
 
 
+def _summed(standing: Standing, each: Matmul) -> int:
+    """Rows that a weight gradient sums over: a transform fills its last group up."""
+    low, rows = standing.run.recipe.low_precision, whole(each.m)
+    if low is None or not low.hadamard or not each.in_low_precision:
+        return rows
+    return -(-rows // low.hadamard) * low.hadamard
+
+
 def flops(standing: Standing) -> tuple[FlopsCount, ...]:
     """Of matmuls and attention."""
     found: Counter[tuple[str, str, str]] = Counter()
@@ -31,6 +39,8 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             backward = 2 * forward
             if kind == "attention":
                 backward = forward * 5 // 2
+            elif isinstance(each, Matmul):
+                backward = forward + forward * _summed(standing, each) // whole(each.m)
             found["forward", name, kind] += forward
             at_once = isinstance(each, Matmul) and each.gradients_in_forward
             found["forward" if at_once else "backward", name, kind] += backward

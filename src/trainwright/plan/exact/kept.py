@@ -3,7 +3,7 @@
 from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
+from trainwright.plan.operations import Agreement, AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
 from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
@@ -14,14 +14,14 @@ def is_counted(standing: Standing) -> bool:
     recipe, model = standing.run.recipe, standing.run.model
     plain = all(
         layer.mlp.activation != "swiglu_clamped"
-        and not (isinstance(layer.mlp, MoeMlp) and (layer.mlp.bias or layer.mlp.shared_gate))
+        and not (isinstance(layer.mlp, MoeMlp) and layer.mlp.bias)
         and layer.attention.sliding_window is None
         and _is_plain(layer.attention, standing.run.layout.tp)
         for layer in model.layer_counts()
     )
     chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
     # In bf16 a CPU's LayerNorm keeps its statistics in bf16, where the planner has fp32.
-    precise = model.norm == "rmsnorm" or recipe.precision != "bf16"
+    precise = model.norm == "rmsnorm" or recipe.activation_format != "bf16"
     shaped = precise and not (recipe.loss_chunks > 1 and model.head_bias)
     usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
     return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
@@ -62,6 +62,7 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
 
 
 def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
+    assert not isinstance(each, Agreement)  # It keeps nothing.
     if saved.is_quantized:
         return "quantized"
     if isinstance(each, AttentionCore):
@@ -77,6 +78,8 @@ def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
             return "up and gate" if place == 0 else "product"
         if each.name == "embedding":
             return "numbers of tokens"
+        if each.name == "scaled shared experts":
+            return "shared experts" if place == 0 else "numbers of tokens"
     if each.name == "router" and place == 1:
         return "scores of experts"
     return "rows of experts" if each.name == "expert up" else "normed"

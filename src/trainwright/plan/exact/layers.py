@@ -1,8 +1,9 @@
 """Messages of layers, embedding and head, from the lists of operations, and of transfers between stages."""
 
+from trainwright.plan.agreement import NUMBER_BYTES, STEP_AXES, is_cast_by_use
 from trainwright.plan.exact.messages import FORMATS, SIZES, Messages
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import Collective, Dispatch
+from trainwright.plan.operations import Agreement, Collective, Dispatch, Matmul
 from trainwright.spec.model import MoeMlp
 
 
@@ -14,8 +15,11 @@ def add_layer_messages(standing: Standing, messages: Messages) -> None:
                 _add(standing, messages, each, marks, passes)
             elif isinstance(each, Dispatch):
                 _add_dispatch(standing, messages, each, marks, passes)
+            elif isinstance(each, Agreement):
+                _add_agreement(standing, messages, each, marks, passes)
     _add_transfers(standing, messages)
     _add_loads(standing, messages)
+    _add_history(standing, messages)
 
 
 def _add(standing: Standing, messages: Messages, each: Collective, marks: int, passes: int) -> None:
@@ -96,6 +100,33 @@ def _add_choices(standing: Standing, messages: Messages, num_experts: int, count
     for axis in ("tp", "cp"):
         size *= layout.degree(axis)
         messages.add(axis, "all_gather", "int64", size, count)
+
+
+def _add_agreement(standing: Standing, messages: Messages, each: Agreement, marks: int, passes: int) -> None:
+    """Largest values of inputs, gradients and weights; of weights once a step, or at each use."""
+    axis, of_experts = "etp" if each.over_experts else each.axis, each.matmul.groups is not None
+    asked = each.tensors(marks, standing.casts_again(each.matmul, marks))
+    messages.add(axis, "all_reduce", "float32", NUMBER_BYTES, passes * sum(map(whole, asked)))
+    count = whole(each.weight)
+    if is_cast_by_use(standing.table, of_experts)[0]:
+        count = passes * sum(map(whole, each.weights(standing.times_again(each.matmul, marks))))
+    size = NUMBER_BYTES * (whole(each.matmul.groups) if of_experts else 1)
+    messages.add(axis, "all_reduce", "float32", size, count)
+
+
+def _add_history(standing: Standing, messages: Messages) -> None:
+    """All largest values of a step, after it, with recipes that keep a history: three for each matmul."""
+    low = standing.run.recipe.low_precision
+    if low is None or not low.amax_history:
+        return
+    matmuls = sum(
+        isinstance(each, Matmul) and each.in_low_precision
+        for piece, _, _ in standing.pieces()
+        for each in piece.operations
+    )
+    twins = ("twins",) if standing.num_stages < standing.run.layout.stages else ()
+    for axis in (*STEP_AXES, *twins):
+        messages.add(axis, "all_reduce", "float32", 3 * NUMBER_BYTES * matmuls, int(bool(matmuls)))
 
 
 def _add_transfers(standing: Standing, messages: Messages) -> None:

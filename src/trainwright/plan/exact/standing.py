@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainwright.plan.linear import ACTIVATION
 from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.pieces import embedding_piece, head_piece, layer_piece, mtp_piece
 from trainwright.plan.table import Table
@@ -91,14 +90,17 @@ class Standing:
         return flops * (experts - 1) // experts
 
     def times_again(self, each: Matmul | AttentionCore | Collective, marks: int) -> int:
-        """How often the operations of `marks` being recomputed makes this one run again. Where the graph is made
-        anew, an activation that is recomputed inside of what is recomputed runs again in either."""
+        """How often the operations of `marks` being recomputed makes this one run again: once or not at all."""
         if isinstance(each, AttentionCore):
             return int(bool(each.again & marks))
         if self.makes_graph_anew:
-            again = (each.again | each.again_anew) & marks
-            return bool(again & ~ACTIVATION) + bool(again & ACTIVATION)
+            return int(bool((each.again | each.again_anew) & marks))
         return int(bool(each.again & marks & ~each.ends_under))
+
+    def casts_again(self, each: Matmul, marks: int) -> int:
+        """How often it makes a low-precision matmul cast its input again: what is kept for backward is made before
+        the product, and so where recomputation ends at it too."""
+        return int(bool((each.again | each.again_anew) & marks))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -137,7 +139,9 @@ class Standing:
 
 def multiplied_in_turn(run: Run, mlp: MoeMlp) -> bool:
     """Whether experts are plain matmuls one after the other: where the recipe says so, or PyTorch has no grouped
-    one for the format and the widths (`train/model/experts.py`)."""
+    one for the format and the widths (`train/model/experts.py`). Low-precision ones are one operation together."""
+    if run.recipe.is_low_precision:
+        return False
     size = int(run.recipe.compute_bytes)
     aligned = all(width * size % 16 == 0 for width in (run.model.d_model, mlp.d_ff // run.layout.etp))
     return run.recipe.expert_matmuls == "sequential" or size == 8 or not aligned

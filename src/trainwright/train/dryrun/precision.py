@@ -60,11 +60,13 @@ def _quantized(
 
 
 def _product(a: Quantized, b: Quantized, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
-    if copies:
-        left, right = (each.values.new_empty(each.shape, dtype=torch.bfloat16) for each in (a, b))
-        if a.factor is not None or b.factor is not None:
-            left, right = left.float(), right.float()
-    else:
+    if not copies:
         # The shape of the operands, and no memory.
         left, right = (each.values.new_empty((), dtype=dtype).expand(each.shape) for each in (a, b))
-    return (left @ right.mT).to(dtype)
+        return left @ right.mT
+    left, right = (each.values.new_empty(each.shape, dtype=torch.bfloat16) for each in (a, b))
+    if a.factor is None and b.factor is None:
+        return left @ right.mT
+    # As on a CPU (`product.by_emulation`), whose sums in fp32 are of operands in fp32.
+    sums = left.float() @ right.mT.float()
+    return sums.to(dtype)

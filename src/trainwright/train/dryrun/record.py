@@ -152,6 +152,7 @@ BY_PART = {
     "gate": "up and gate",
     "shared up": "up and gate",
     "shared gate": "up and gate",
+    "shared down": "shared experts",
     "mlp": "product",
     "q_down": "latents",
     "mtp join": "residual stream",

@@ -8,8 +8,8 @@ from trainwright.train.door import TRAINED_CHOICES, TRAINED_KERNELS, TRAINED_PRE
 
 
 def trainable_form(run: Run) -> tuple[Run, tuple[Change, ...]]:
-    """The run with the nearest choices that are trained, and what was changed. Number formats of few bits become
-    bf16; what is still refused then, the door says (`door.require_trainable`)."""
+    """The run with the nearest choices that are trained, and what was changed. Number formats that aren't trained
+    become bf16; what is still refused then, the door says (`door.require_trainable`)."""
     recipe, changes = run.recipe, []
     plain: dict[str, Any] = recipe.plain()
 

@@ -58,8 +58,11 @@ def apply_recompute(piece: Transformer, recipe: Recipe) -> None:
         if name in whole:
             layer.forward = partial(recomputed, layer.forward)
         elif recipe.recompute == "selective":
+            block = "moe" if isinstance(layer.mlp, MixtureOfExperts) else "mlp"
+            # What is recomputed whole has its activation with it.
+            chosen = {*recipe.recompute_ops} - ({"activation"} if block in recipe.recompute_ops else set())
             for operation, wrap in OPERATIONS.items():
-                if operation in recipe.recompute_ops:
+                if operation in chosen:
                     wrap(layer, recomputed)
 
 

@@ -10,6 +10,7 @@ gradients that are partial sums over tp, which are added up here too, once per s
 ranks that hold the same ones (edp), which are others than those of dp.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -136,20 +137,28 @@ class Replicated:
             bucket.waiting = len(bucket.slots)
 
     def _finished(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """The hook that runs when a microbatch's gradient of `slot` is complete."""
+        """The hook that runs when a microbatch's gradient of `slot` is complete. The parameter holds it, so it
+        holds neither the parameter nor what does: all are gone with the last that is used."""
+        to_own, to_slot = weakref.ref(self), weakref.ref(slot)
 
         @torch.no_grad()
         def hook(working: torch.Tensor) -> None:
-            if slot.master is not slot.working:
-                _add_to_master(slot, self._gradient_dtype)
-            bucket = slot.bucket
-            if bucket is None or not self._overlap or not self._is_last[slot.piece]:
-                return
-            bucket.waiting -= 1
-            if bucket.waiting == 0:
-                self._send(bucket)
+            own, of_working = to_own(), to_slot()
+            if own is not None and of_working is not None:
+                own._add(of_working)
 
         return hook
+
+    def _add(self, slot: Slot) -> None:
+        """A microbatch's gradient is complete."""
+        if slot.master is not slot.working:
+            _add_to_master(slot, self._gradient_dtype)
+        bucket = slot.bucket
+        if bucket is None or not self._overlap or not self._is_last[slot.piece]:
+            return
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         gradients = [_gradient(slot) for slot in bucket.slots]

@@ -58,7 +58,7 @@ class Sharded:
         axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
         submesh, expert_submesh = mesh.submesh(*axes), mesh.expert_submesh(*(f"e{axis}" for axis in axes))
 
-        def shard(piece: Transformer, module: nn.Module, prefix: str, over: DeviceMesh) -> None:
+        def shard(piece: Transformer, module: nn.Module, prefix: str, over: DeviceMesh) -> nn.Module:
             fill(piece, module, prefix)
             fully_shard(
                 module,
@@ -67,17 +67,20 @@ class Sharded:
                 shard_placement_fn=partial(_even_cut, ranks=over.size(over.ndim - 1)),
                 mp_policy=policy,
             )
+            return module
 
         for piece in pieces:
+            units: list[nn.Module] = []
             parts = {
                 **{f"layers.{name}.": layer for name, layer in piece.layers.items()},
                 **{f"later.{name}.": module for name, module in piece.later.items()},
             }
             for prefix, part in parts.items():
                 for place, mixture in mixtures(part):
-                    shard(piece, mixture.experts, f"{prefix}{place}.experts.", expert_submesh)
-                shard(piece, part, prefix, submesh)
+                    units.append(shard(piece, mixture.experts, f"{prefix}{place}.experts.", expert_submesh))
+                units.append(shard(piece, part, prefix, submesh))
             shard(piece, piece, "", submesh)
+            _gather_ahead(piece, units)
             for module in _sharded_modules(piece):
                 module.set_gradient_divide_factor(1.0)
                 # gloo and NCCL can add but not add and divide in one.
@@ -144,6 +147,15 @@ class Sharded:
     def after_update(self) -> None:
         for _, parameter in self.parameters():
             parameter.grad = None
+
+
+def _gather_ahead(piece: Transformer, units: list[nn.Module]) -> None:
+    """Let each unit's backward gather the one that comes next. FSDP2 would take the one that went forward before:
+    of a pipeline's first layer that is the last layer, for a microbatch whose backward isn't near."""
+    for before, unit in zip([piece, *units], [*units, piece], strict=True):
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(before, FSDPModule)
+        unit.set_modules_to_backward_prefetch([before])
 
 
 def _even_cut(parameter: nn.Parameter, *, ranks: int) -> Shard | None:

@@ -29,7 +29,7 @@ from trainwright.train.model.transformer import Transformer
 from trainwright.train.precision.arithmetic import Arithmetic, Kernels, UnderWay
 from trainwright.train.precision.experts import LowPrecisionExperts
 from trainwright.train.precision.health import Health, alarms_of
-from trainwright.train.precision.largest import Current, Delayed, Largest, Role
+from trainwright.train.precision.largest import Current, Delayed, Largest, Role, without_parts
 from trainwright.train.precision.linear import LowPrecision
 from trainwright.train.precision.product import by_emulation
 from trainwright.train.precision.shared import HeldWeight, SharedInput
@@ -76,8 +76,9 @@ class LowPrecisionLayers:
             self._apply(layer, f"layers.{number}", BLOCKS - whole if again else frozenset())
         for number, module in piece.later.items():
             assert isinstance(module, LaterToken)
-            # Each rank of tp has other positions of what is joined, and the weight whole.
-            self._set(module, f"later.{number}", ["join"], over={"input": ["cp", "tp"], "gradient": ["cp", "tp"]})
+            # Each rank of tp has the weight whole and, where sequences are cut, other positions of what is joined.
+            tokens = TOKENS if self._gathers else ["cp"]
+            self._set(module, f"later.{number}", ["join"], over={"input": tokens, "gradient": tokens})
             self._apply(module.layer, f"later.{number}.layer", BLOCKS if self._gathers else frozenset())
         if self._recipe.precision_fallback:
             self.fallen = {name: torch.zeros(1, device=self._mesh.device) for name in self._layers}
@@ -89,7 +90,7 @@ class LowPrecisionLayers:
         prefix = f"{name}.attention"
         if isinstance(attention, Latent):
             reads = ["query"] if attention.query_down is None else ["query_down"]
-            self._set(attention, prefix, [*reads, "latent"], keeps=keeps)
+            self._set(attention, prefix, [*reads, "latent"], keeps=keeps, whole=("query_down", "latent"))
             if attention.query_down is not None:
                 self._set(attention, prefix, ["query"])
             self._set(attention, prefix, ["key_value"])
@@ -114,13 +115,16 @@ class LowPrecisionLayers:
         *,
         keeps: bool = False,
         over: Mapping[Role, Sequence[str]] = CUT_ALONG_OUTPUT,
+        whole: Sequence[str] = (),
     ) -> None:
-        """Of linears that read the same; over: axes whose ranks have parts of one tensor."""
+        """Of linears that read the same; over: axes whose ranks have parts of one tensor; whole: those of them
+        whose weight every rank has."""
         inputs: SharedInput[Any] = SharedInput(len(names))
         for name in names:
             linear = block.get_submodule(name)
             assert isinstance(linear, Linear)
-            arithmetic = self._arithmetic(f"{prefix}.{name}", over)
+            parts: Mapping[Role, Sequence[str]] = {**over, "weight": ()} if name in whole else over
+            arithmetic = self._arithmetic(f"{prefix}.{name}", parts)
             layer = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
             self._layers[arithmetic.name] = partial(_set_product, linear, layer)
             linear.product = layer
@@ -146,7 +150,7 @@ class LowPrecisionLayers:
     def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
         groups = self._mesh.groups
         here: dict[Role, list[dist.ProcessGroup]] = {
-            role: [groups[axis] for axis in axes if axis in groups] for role, axes in over.items()
+            role: without_parts([groups[axis] for axis in axes if axis in groups]) for role, axes in over.items()
         }
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
@@ -169,6 +173,10 @@ class LowPrecisionLayers:
         weight = HeldWeight(holds=self._recipe.zero < 3 or shards == 1)
         self._weights.append(weight)
         return weight
+
+    def held_bytes(self) -> int:
+        """Of the weights' casts that are held between the acts of a step, all layers together."""
+        return sum(weight.num_bytes for weight in self._weights)
 
     def watch(self, step: int) -> bool:
         """Whether the step that begins, counted from 1, is one that layers are looked at in."""

@@ -69,15 +69,18 @@ class Arithmetic:
         """x^T (..., K, N), of x (..., N, K), as a product reads it that sums over N."""
         return self._quantized(role, self._operands(role)[1], x.mT, "across")
 
-    def runs(self, role: Role, row_RK: torch.Tensor, counts: Sequence[int]) -> tuple[Quantized, ...]:
-        """Of each run of rows x its x^T (K, rows of the run), as a product reads it that sums over the run. What
-        is of the whole tensor is so of all rows together."""
+    def runs(
+        self, role: Role, row_RK: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[Quantized, tuple[Quantized, ...]]:
+        """Rows x (R, K) as a product reads them that sums over K; and of each run of them its x^T (K, rows of the
+        run), as one does that sums over the run. What is of the whole tensor is so of all rows together."""
         along, across = self._operands(role)
+        made = self._quantized(role, along, row_RK, "along")
         if along.serves(across):
-            return tuple(run.transposed() for run in self.along(role, row_RK).split(counts))
+            return made, tuple(run.transposed() for run in made.split(counts))
         runs = [self._prepared(across, run.mT) for run in row_RK.split(list(counts))]
         amax = self.largest.of(role, torch.cat(runs, dim=1)) if _asks(across) else None
-        return tuple(self.rounded(across, run, amax, "across") for run in runs)
+        return made, tuple(self.rounded(across, run, amax, "across") for run in runs)
 
     def multiplied(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """a b^T; in float64 sums are too, for proofs."""

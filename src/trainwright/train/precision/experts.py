@@ -50,8 +50,9 @@ class LowPrecisionExperts:
 
     def rows(self, role: Any, row_RK: torch.Tensor, counts: Sequence[int], *, wgrad: bool) -> Rows:
         """Rows (R, K), quantized along K and, for Wgrad, along R."""
-        across = self.arithmetic.runs(role, row_RK, counts) if wgrad else ()
-        return Rows(self.arithmetic.along(role, row_RK), across)
+        if wgrad:
+            return Rows(*self.arithmetic.runs(role, row_RK, counts))
+        return Rows(self.arithmetic.along(role, row_RK), ())
 
     def _output(
         self, row_RI: Quantized, weight_XOI: torch.Tensor, counts: Sequence[int], dtype: torch.dtype

@@ -82,6 +82,16 @@ class Delayed:
         self.is_new = False
 
 
+def without_parts(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Without those whose ranks are all in another one, which say nothing new."""
+    ranks = [frozenset(dist.get_process_group_ranks(group)) for group in groups]
+    return [
+        group
+        for place, (group, own) in enumerate(zip(groups, ranks, strict=True))
+        if not any(own < other for other in ranks) and own not in ranks[:place]
+    ]
+
+
 def _of_each(x: torch.Tensor) -> torch.Tensor:
     """(..., 1, 1) fp32 of (..., N, K)."""
     if not x.numel():

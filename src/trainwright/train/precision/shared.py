@@ -45,6 +45,8 @@ class HeldWeight:
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds
         self._made: dict[str, Quantized] = {}
+        self.num_bytes = 0
+        """Of what is held between the acts of a step: as it was when it was made last."""
 
     def of(self, weight: torch.Tensor, product: Literal["Fprop", "Dgrad"], arithmetic: Arithmetic) -> Quantized:
         """What a product reads of the weight (..., O, I)."""
@@ -55,6 +57,7 @@ class HeldWeight:
             # Matmuls in hardware want what is summed side by side in memory.
             across = replace(across, values=across.values.contiguous(), scale=across.scale.contiguous())
             self._made = {"Fprop": along, "Dgrad": across}
+            self.num_bytes = sum(part.nbytes for made in self._made.values() for part in parts_of(made))
         return self._made[product]
 
     def forget(self) -> None:
