@@ -1,6 +1,7 @@
 """What the lab of low precision says follows from its figures: other figures, other sentences."""
 
 import xml.etree.ElementTree as ET
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -38,7 +39,7 @@ def lab(
             return 0.01 if plain_moves and factor > 1 else 0.0
         return naive if precision in PER_TENSOR and factor == FACTORS[-1] else block
 
-    cells = [(model, name, factor) for model in MODELS for name in (PLAIN, *LOW_PRECISION) for factor in FACTORS]
+    cells = [*product(MODELS, (PLAIN, *LOW_PRECISION), FACTORS)]
     kinds = ("never", "512", "128", "32", "fp32", "operands")
     worst: dict[Kept, float] = dict(zip(kinds, (0.02, 4e-3, promoted, 5e-4, 1e-6, 0.1), strict=True))
     return PrecisionLab(

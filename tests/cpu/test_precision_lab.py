@@ -22,11 +22,13 @@ from trainwright.train.precision.lab import (
     SAMPLED_LAYER,
     VOCAB,
     Job,
+    Samples,
     Trained,
     begin,
     lab_run,
     training,
 )
+from trainwright.train.precision.largest import ROLES
 from trainwright.train.precision.planted import CHANNELS, scale_of
 from trainwright.train.precision.sums import errors_of_sums
 
@@ -122,7 +124,7 @@ def test_scales_of_whole_tensors_are_worse_with_outliers(shards: Path, begun: di
 def test_sums_of_few_bits(shards: Path) -> None:
     """Of normal numbers summed over 4096: DeepSeek-V3's "nearly 2%" without promotion; fp32 is exact beside it."""
     generator = torch.Generator().manual_seed(0)
-    samples = {role: torch.randn(2**14, generator=generator).numpy() for role in ("input", "weight", "gradient")}
+    samples: Samples = {role: torch.randn(2**14, generator=generator).numpy() for role in ROLES}
     (found,) = ({each.kept: each for each in errors_of_sums("Fprop", samples, (4096,))},)
     assert 0.005 < found["never"].worst < 0.03
     assert found["fp32"].worst < 1e-5 < found["128"].worst < 2e-3

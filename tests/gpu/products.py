@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainwright.spec.recipe import Precision
+from trainwright.spec.recipe import PRECISIONS, Precision
 from trainwright.train.clock import Clock
 from trainwright.train.model.linear import Linear
 from trainwright.train.precision.arithmetic import Arithmetic, UnderWay
@@ -111,7 +111,9 @@ def measured(sizes: list[int], device: torch.device) -> dict[str, Any]:
             for size, each in plain.items()
         }
     }
-    for precision, operands in RECIPES.items():
+    for precision in PRECISIONS:
+        if precision not in RECIPES:
+            continue
         engine = engine_of(precision, device)
         rows = {}
         for size in sizes:
@@ -122,7 +124,7 @@ def measured(sizes: list[int], device: torch.device) -> dict[str, Any]:
                 "step_speedup": plain[size]["step_s"] / low["step_s"],
                 "errors": compared(precision, size, device),
             }
-        half_step = operands.fprop_input.format.half_step
+        half_step = RECIPES[precision].fprop_input.format.half_step
         found[precision] = {"hardware": engine.is_hardware, "why": engine.why, "half_step": half_step, **rows}
     return found
 

@@ -234,9 +234,11 @@ def _draw_outliers(figure: "Figure", lab: PrecisionLab) -> None:
 
 def _draw_rounding(figure: "Figure", lab: PrecisionLab, model: ModelKind) -> None:
     """Relative error of each tensor of each layer under each recipe: a panel for each size of outliers."""
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
-    places, mesh = _places(lab, model), None
+    places = _places(lab, model)
+    shades = ScalarMappable(LogNorm(LEAST_ERROR, MOST_ERROR), "viridis")
     for factor, axes in zip(
         lab.factors, figure.subplots(1, len(lab.factors), sharey=True, squeeze=False)[0], strict=True
     ):
@@ -244,7 +246,7 @@ def _draw_rounding(figure: "Figure", lab: PrecisionLab, model: ModelKind) -> Non
             {(e.layer, e.role): e.error for e in lab.of_tensors(model, name, factor)} for name in lab.precisions
         ]
         values = [[each.get(place, float("nan")) for each in found] for place in places]
-        mesh = axes.pcolormesh(values, norm=LogNorm(LEAST_ERROR, MOST_ERROR), cmap="viridis")
+        axes.pcolormesh(values, norm=shades.norm, cmap=shades.cmap)
         axes.set_title(f"outliers of {factor:,.0f}" if factor > 1 else "no outliers", fontsize=9)
         axes.set_xticks([at + 0.5 for at in range(len(lab.precisions))], lab.precisions, rotation=60, fontsize=7)
         axes.set_yticks(
@@ -254,8 +256,7 @@ def _draw_rounding(figure: "Figure", lab: PrecisionLab, model: ModelKind) -> Non
     figure.suptitle(f"Relative error of rounding in {MODEL_NAMES[model]}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.93, 1))
     bar = figure.add_axes((0.94, 0.25, 0.012, 0.5))
-    assert mesh is not None, "a lab has a factor at least"
-    figure.colorbar(mesh, cax=bar)
+    figure.colorbar(shades, cax=bar)
 
 
 def _draw_sums(figure: "Figure", lab: PrecisionLab) -> None:

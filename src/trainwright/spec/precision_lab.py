@@ -2,6 +2,7 @@
 of few bits are off. `train/precision/lab.py` makes it, `present/precision_lab.py` shows it."""
 
 import math
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Literal
 
@@ -124,19 +125,19 @@ def averaged_of(steps: int) -> int:
     return max(1, steps // 6)
 
 
-def distance(losses: Sequence[float], plain: Sequence[float]) -> float:
+def distance(losses: Iterable[float], plain: Iterable[float]) -> float:
     """`PrecisionLab.distance` of two curves of equal length."""
     return _mean([abs(each) for each in _relative(losses, plain)])
 
 
-def worse(losses: Sequence[float], plain: Sequence[float]) -> float:
+def worse(losses: Iterable[float], plain: Iterable[float]) -> float:
     """`PrecisionLab.worse` of two curves of equal length."""
     return _mean(_relative(losses, plain))
 
 
-def _relative(losses: Sequence[float], plain: Sequence[float]) -> list[float]:
-    last = averaged_of(len(plain))
-    return [(a - b) / b for a, b in zip(losses[-last:], plain[-last:], strict=True)]
+def _relative(losses: Iterable[float], plain: Iterable[float]) -> list[float]:
+    found = [(a - b) / b for a, b in zip(losses, plain, strict=True)]
+    return found[-averaged_of(len(found)) :]
 
 
 def _mean(values: list[float]) -> float:
