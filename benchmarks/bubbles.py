@@ -126,7 +126,7 @@ def one_schedule(name: str, steps: int, mesh: Mesh) -> Bubble:
         sequence_parallel=False,
         overlap=True,
         loss=HeadLoss(),
-        dropping=None,
+        told=(),
     )
     tokens = [torch.zeros((1, SEQ_LEN), dtype=torch.long)] * MICROBATCHES
     batch = Batch(tokens, tokens, MICROBATCHES * SEQ_LEN)
