@@ -29,8 +29,6 @@ PLAIN, NUMBER = 200, 260
 """Of runs with plain matmuls, and of those that are compared in all: behind them come low-precision ones."""
 EVERY = 5
 """Of them one in so many is compared by `make test`."""
-UNEQUAL_YET = {201}
-"""Whose difference is known (`spec.left_out.NOT_YET`)."""
 MOST_RANKS = 64
 PRECISIONS = tuple(LOW_PRECISION)
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
