@@ -150,8 +150,8 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     ("fields", "message"),
     [
         (
-            {"recipe": {"precision": "fp8-block"}},
-            "recipe.precision='fp8-block': is planned but not trained yet; use bf16, fp32, fp64",
+            {"recipe": {"attention_kernel": "flash_2"}},
+            "recipe.attention_kernel='flash_2': is planned but not trained yet; use flash, unfused",
         ),
         (
             {"dp": 2, "recipe": {"zero": 1, "overlap": {"dp": False}}},

@@ -215,7 +215,7 @@ def _uncut(table: Table, layer: LayerSpec | None) -> float:
 
 def _weight_bytes(table: Table, piece: Piece) -> Floats:
     """Bytes that the weight gradients of a piece read: every matmul's input once, in the format that it reads, and
-    its output's gradient, which is cast when it is read."""
+    its output's gradient, which is cast when it is read; before it waits where activations wait in the low format."""
     recipe, total = table.recipe, np.zeros(1)
     for each in piece.operations:
         if not isinstance(each, Matmul):
@@ -226,5 +226,6 @@ def _weight_bytes(table: Table, piece: Piece) -> Floats:
         if each.saved and not each.shares_input:
             kept = each.saved if each.in_low_precision else each.saved[:1]
             inputs = sum((saved.bytes for saved in kept if not saved.only_under), np.zeros(1))
-        total = total + inputs + each.m * each.n * groups * recipe.compute_bytes
+        gradient = size if recipe.activations_fp8 else recipe.compute_bytes
+        total = total + inputs + each.m * each.n * groups * gradient
     return total

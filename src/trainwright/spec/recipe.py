@@ -155,7 +155,8 @@ class Recipe(Noun):
     """Parameters are gathered over dp in the low format that the matmuls read."""
     activations_fp8: bool = False
     """What an MLP's activation reads is kept for backward in the low format, and of the attention's output no cast
-    copy beside it (as DeepSeek-V3 does, arXiv:2412.19437 s3.3.3)."""
+    copy beside it (as DeepSeek-V3 does, arXiv:2412.19437 s3.3.3); so are the outputs' gradients that wait for a
+    weight gradient which the schedule puts off."""
     schedule: ScheduleName = "1f1b"
     mtp_loss_weight: NonNegative = 0.3
     """Of the losses of multi-token prediction, all together, beside the next token's (lambda of DeepSeek-V3,
