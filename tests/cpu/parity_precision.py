@@ -43,6 +43,16 @@ def moe(precision: str, recipe: dict[str, Any] | None = None, **fields: Any) -> 
     return case(precision, recipe, mlp=MOE, **fields)
 
 
+def gathered(fields: dict[str, Any], **recipe: Any) -> dict[str, Any]:
+    """The same, with weights that are gathered in few bits."""
+    return {**fields, "recipe": {**fields["recipe"], "zero": 3, "gather_fp8": True, **recipe}}
+
+
+ONE_HEAD = {**ATTENTION, "num_kv_heads": 1}
+"""Keys' and values' 64 rows are half a block, which shards cut again."""
+THREE = {**MOE, "num_experts": 3}
+"""Experts that two ranks can't share out one by one."""
+
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{precision: case(precision) for precision in PRECISIONS},
@@ -69,6 +79,17 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts, dp 2, nvfp4, zero 1": moe("nvfp4", {"zero": 1}, dp=2),
         "dp 2, zero 3": case("fp8-block", {"zero": 3}, dp=2),
         "dp 2, zero 2, full recompute": case("fp8-delayed", {"zero": 2, "recompute": "full"}, dp=2),
+        "gathered, dp 2, fp8-current": gathered(case("fp8-current", dp=2)),
+        "gathered, dp 2, fp8-delayed, zero 2": gathered(case("fp8-delayed", dp=2), zero=2),
+        "gathered, dp 2, cut blocks": gathered(case("fp8-block", attention=ONE_HEAD, dp=2)),
+        "gathered, dp 2, uneven shards": gathered(case("fp8-block", mlp={"d_ff": 129}, dp=2)),
+        "gathered once, dp 2, full recompute": gathered(
+            case("fp8-block", {"recompute": "full"}, dp=2), reshard_after_forward=False
+        ),
+        "gathered, cp 2": gathered(case("fp8-block", {"seq_len": 512}, cp=2)),
+        "gathered, experts, dp 2": gathered(moe("fp8-current", dp=2)),
+        "gathered, three experts, dp 2": gathered(case("fp8-block", mlp=THREE, dp=2)),
+        "gathered, experts, dp 2, ep 2": gathered(moe("fp8-delayed", {"global_batch": 2}, dp=2, ep=2), zero=1),
         "tp 2, full recompute": case("fp8-block", {"recompute": "full"}, tp=2),
         "tp 2, whole sequences": case("fp8-current", {"sequence_parallel": False}, tp=2),
         "cp 2, ring": case("fp8-block", {"cp_method": "ring", "seq_len": 512}, cp=2),
@@ -89,6 +110,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2, dp 2, zero 3": case("fp8-current", {"zero": 3}, tp=2, dp=2),
         "cp 2, dp 2, zero 2": case("fp8-delayed", {"zero": 2, "seq_len": 512}, cp=2, dp=2),
         "experts, tp 2, ep 2, pp 2": moe("fp8-current", tp=2, ep=2, pp=2),
+        "gathered, tp 2, dp 2": gathered(case("fp8-current", model={"mtp_depth": 1}, tp=2, dp=2)),
+        "gathered, pp 2, dp 2, zb_v": gathered(case("fp8-block", {"schedule": "zb_v"}, pp=2, vpp=2, dp=2)),
+        "gathered, HSDP": gathered(case("fp8-delayed", {"global_batch": 4}, dp=4), dp_replicate=2),
+        "gathered, latents, tp 2, dp 2": gathered(case("fp8-block", attention=MLA, tp=2, dp=2), zero=1),
+        "gathered, experts, tp 2, dp 2, etp 2": gathered(moe("fp8-current", tp=2, dp=2, etp=2)),
     },
 }
 

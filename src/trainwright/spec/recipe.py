@@ -195,6 +195,13 @@ class Recipe(Noun):
         for field in ("emulate_precision", "precision_fallback", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        low = self.low_precision
+        if self.gather_fp8 and low is not None and not low.has_one_cast_of_weights:
+            why = (
+                f"needs weights that are cast once for both products, and {self.precision} casts them along each "
+                "dim, more bytes than bf16 has; set it to false"
+            )
+            reject("gather_fp8", True, why)
         for field, is_read in (
             ("amax_history_steps", bool(self.low_precision and self.low_precision.amax_history)),
             ("precision_report_steps", self.is_low_precision),

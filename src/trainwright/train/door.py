@@ -26,7 +26,6 @@ TRAINED_CHOICES = {
     "cuda_graphs": "none",
     "dispatch": "all_to_all",
     "dispatch_fp8": False,
-    "gather_fp8": False,
     "activations_fp8": False,
     "optimizer.offload": False,
     "overlap.tp": False,
@@ -78,6 +77,8 @@ def require_trainable(run: Run) -> None:
             why = f"is not trained yet with zero={recipe.zero}, which sums shards in fp32; use fp32 or zero=0"
             reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
+    if recipe.gather_fp8:
+        _require_gathered_codes(run)
     makes_up = recipe.recompute == "selective" and "latent_up" in recipe.recompute_ops
     if makes_up and layout.cp > 1 and recipe.cp_method == "all_to_all":
         why = "gives up nothing with latent_up, as attention keeps the heads that came; use all_gather or ring"
@@ -104,6 +105,21 @@ def require_recordable(
     if run.cluster.device.kind == "cpu":
         why = "PyTorch records allocations of GPUs alone, and this run's devices are CPUs; leave it out"
         reject("--memory-snapshot", str(snapshot), why)
+
+
+def _require_gathered_codes(run: Run) -> None:
+    layout, recipe, low = run.layout, run.recipe, run.recipe.low_precision
+    assert low is not None
+    if not recipe.zero or layout.dp * layout.cp == recipe.dp_replicate:
+        shards = layout.dp * layout.cp // recipe.dp_replicate
+        why = f"is of parameters that are sharded, and with zero={recipe.zero} over {shards} rank(s) none is; set it to false"
+        reject("recipe.gather_fp8", True, why)
+    if low.weight.values == "e2m1":
+        why = f"is not trained yet with precision={recipe.precision}, two of whose values share a byte; set it to false"
+        reject("recipe.gather_fp8", True, why)
+    if recipe.precision_fallback:
+        why = "leaves no weights in bf16 for layers that fall back; set it or precision_fallback to false"
+        reject("recipe.gather_fp8", True, why)
 
 
 def _require_moments(recipe: Recipe) -> None:

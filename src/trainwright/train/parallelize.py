@@ -271,6 +271,7 @@ def parallelize(
             fill,
             reshard=reshard,
             splits_backward=schedule.splits_backward,
+            in_few_bits=low_precision.gathered if low_precision is not None else {},
         )
     else:
         for piece in pieces:
