@@ -89,7 +89,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "gathered, cp 2": gathered(case("fp8-block", {"seq_len": 512}, cp=2)),
         "gathered, experts, dp 2": gathered(moe("fp8-current", dp=2)),
         "gathered, three experts, dp 2": gathered(case("fp8-block", mlp=THREE, dp=2)),
-        "gathered, experts, dp 2, ep 2": gathered(moe("fp8-delayed", {"global_batch": 2}, dp=2, ep=2), zero=1),
         "tp 2, full recompute": case("fp8-block", {"recompute": "full"}, tp=2),
         "tp 2, whole sequences": case("fp8-current", {"sequence_parallel": False}, tp=2),
         "cp 2, ring": case("fp8-block", {"cp_method": "ring", "seq_len": 512}, cp=2),
@@ -114,6 +113,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "gathered, pp 2, dp 2, zb_v": gathered(case("fp8-block", {"schedule": "zb_v"}, pp=2, vpp=2, dp=2)),
         "gathered, HSDP": gathered(case("fp8-delayed", {"global_batch": 4}, dp=4), dp_replicate=2),
         "gathered, latents, tp 2, dp 2": gathered(case("fp8-block", attention=MLA, tp=2, dp=2), zero=1),
+        "gathered, experts, tp 2, dp 2, ep 2": gathered(moe("fp8-delayed", tp=2, dp=2, ep=2), zero=1),
         "gathered, experts, tp 2, dp 2, etp 2": gathered(moe("fp8-current", tp=2, dp=2, etp=2)),
     },
 }

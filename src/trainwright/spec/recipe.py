@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.cluster import AttentionKernel, ClusterSpec, Device, Format
 from trainwright.spec.errors import reject
-from trainwright.spec.precision import LOW_PRECISION, LowPrecision
+from trainwright.spec.precision import LOW_PRECISION, VALUE_BYTES, LowPrecision
 
 Precision = Literal[
     "fp32", "bf16", "fp16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp64"
@@ -271,6 +271,18 @@ class Recipe(Noun):
         """The same of a weight."""
         low = self.low_precision
         return self.compute_bytes if low is None else low.weight.value_bytes
+
+    @property
+    def code_bytes(self) -> float:
+        """The same of its value alone."""
+        low = self.low_precision
+        return self.compute_bytes if low is None else VALUE_BYTES[low.weight.values]
+
+    @property
+    def blocks_per_weight(self) -> float:
+        """Of a large matrix of low-precision weights, whose blocks have scales; 0 where those are whole tensors."""
+        low = self.low_precision
+        return 0.0 if low is None or low.weight.along is None else 1 / (low.weight.along * (low.weight.across or 1))
 
     @property
     def master_bytes(self) -> int:
