@@ -66,6 +66,7 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "dropout": lambda run: run.recipe.dropout > 0,
     "compiled layers": lambda run: run.recipe.compile,
     "low precision": lambda run: run.recipe.is_low_precision,
+    "weights gathered in fp8": lambda run: run.recipe.gather_fp8,
     "Muon": lambda run: run.recipe.optimizer.name == "muon",
 }
 """Whether a run has each of them."""

@@ -42,6 +42,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"recipe": {"dropout": 0.1, "attention_kernel": "unfused"}},
     "compiled layers": {"recipe": {"compile": True}},
     "low precision": {"recipe": {"precision": "fp8-current", "emulate_precision": True}},
+    "weights gathered in fp8": {
+        "dp": 2,
+        "recipe": {"precision": "fp8-current", "emulate_precision": True, "gather_fp8": True},
+    },
     "Muon": {"recipe": {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}},
 }
 """What each needs to be said; `mlp`, `attention` and `window` are of all layers."""
@@ -65,7 +69,9 @@ def fields_of(names: frozenset[str]) -> dict[str, Any]:
     mlp: dict[str, Any] = {"kind": "dense", "d_ff": 48}
     if moe:
         mlp = {"kind": "moe", "num_experts": 8, "d_ff": 16, **DEEPSEEK}
-    if "HSDP" in names and not merged.get("recipe", {}).get("zero"):
+    has_stage = any(name.startswith("dp zero") for name in names)
+    zero = merged.get("recipe", {}).get("zero")
+    if ("HSDP" in names and not zero) or ("weights gathered in fp8" in names and not has_stage):
         merged.setdefault("recipe", {})["zero"] = 1
     layers = [{"repeat": 4, "pattern": [{"attention": attention, "mlp": mlp}]}]
     merged.setdefault("model", {})["layer_groups"] = layers

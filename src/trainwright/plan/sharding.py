@@ -234,7 +234,7 @@ def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
 def weight_cast_seconds(table: Table, ranks: Ranks) -> Floats:
     """Seconds of casting weights for low-precision matmuls in a step, (kinds, rows): once, in both orientations,
     where they stay gathered; with zero 3 at each use, each time in one. Of weights that are gathered cast the rank
-    casts its shard alone."""
+    casts its shard alone, for each gather, and transposes what it holds."""
     recipe, zero = table.recipe, table.columns.zero
     if not recipe.is_low_precision:
         return np.zeros((1, 1))
@@ -242,8 +242,11 @@ def weight_cast_seconds(table: Table, ranks: Ranks) -> Floats:
 
     def traffic(low: Floats, shards: Ints) -> Floats:
         by_use = (zero == 3) & (shards > 1)
-        moved = np.where(by_use, 2 * passes(table) * (read + written), read + 2 * written)
-        return low * moved / (np.where(zero >= 1, shards, 1) if recipe.gather_fp8 else 1)
+        if not recipe.gather_fp8:
+            return low * np.where(by_use, 2 * passes(table) * (read + written), read + 2 * written)
+        casts = np.where(by_use, passes(table) * (1 + table.columns.reshard), 1)
+        own = casts * (read + written) / np.where(zero >= 1, shards, 1)
+        return low * (own + np.where(by_use, 0, 2 * written))
 
     moved = traffic(ranks.low_params, table.shards)
     if table.model.is_moe:

@@ -30,6 +30,10 @@ LEFT_OUT = (
         "4 bytes per quantized tensor; 12 bytes per linear layer and step of fp8-delayed's history",
     ),
     LeftOut(
+        "largest values and scales of the blocks of weights that are gathered as codes (gather_fp8)",
+        "8 bytes per block of 128 x 128 values, or per tensor",
+    ),
+    LeftOut(
         "statistics of routers: loads, biases that steer the choice, marks of the chosen",
         "13 bytes per token and expert in a layer's forward, 16 bytes per expert between steps",
     ),

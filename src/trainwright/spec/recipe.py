@@ -280,9 +280,12 @@ class Recipe(Noun):
 
     @property
     def blocks_per_weight(self) -> float:
-        """Of a large matrix of low-precision weights, whose blocks have scales; 0 where those are whole tensors."""
+        """Blocks with a scale of their own, a weight that low-precision matmuls read; 0 where whole tensors have
+        one."""
         low = self.low_precision
-        return 0.0 if low is None or low.weight.along is None else 1 / (low.weight.along * (low.weight.across or 1))
+        if low is None or low.weight.along is None:
+            return 0.0
+        return 1 / (low.weight.along * (low.weight.across or 1))
 
     @property
     def master_bytes(self) -> int:

@@ -112,10 +112,12 @@ def _require_gathered_codes(run: Run) -> None:
     assert low is not None
     if not recipe.zero or layout.dp * layout.cp == recipe.dp_replicate:
         shards = layout.dp * layout.cp // recipe.dp_replicate
-        why = f"is of parameters that are sharded, and with zero={recipe.zero} over {shards} rank(s) none is; set it to false"
+        nothing = f"with zero={recipe.zero} over {shards} rank(s) none is"
+        why = f"is of parameters that are sharded, and {nothing}; set it to false"
         reject("recipe.gather_fp8", True, why)
     if low.weight.values == "e2m1":
-        why = f"is not trained yet with precision={recipe.precision}, two of whose values share a byte; set it to false"
+        two = f"precision={recipe.precision}, two of whose values share a byte"
+        why = f"is not trained yet with {two}; set it to false"
         reject("recipe.gather_fp8", True, why)
     if recipe.precision_fallback:
         why = "leaves no weights in bf16 for layers that fall back; set it or precision_fallback to false"

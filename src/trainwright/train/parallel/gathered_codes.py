@@ -2,8 +2,8 @@
 
 FSDP2 asks a shard for what to gather, and hands over what has arrived, where the shard has methods for it
 (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; torchao's fp8 all-gather has a subclass of tensors for them). Here
-they are attributes of the plain shard, so that optimizer, clipping and checkpoints see nothing of it. Bytes travel,
-as gloo has no fp8.
+they are attributes of the plain shard, so that optimizer, clipping and checkpoints see nothing of it. What travels
+is bytes, as gloo has no fp8.
 
 What the module then has as its parameter has the weight's shape and its gradient, but no values: products of few
 bits read the codes (`precision/shared.py`), and nothing else reads these weights.
@@ -27,12 +27,15 @@ def gather_codes(module: nn.Module, weights: Mapping[tuple[nn.Module, str], Gath
             weight = weights.get((each._module_info.module, each._module_info.param_name))
             if weight is None:
                 continue
-            values, cut = each._sharded_local_tensor, each.fsdp_placement.dim
-            place = each.mesh_info.shard_mesh_rank
-            padded = each.padded_sharded_param_size
-            compute = each.mp_policy.param_dtype
+            values: Any = each._sharded_local_tensor
+            cut, padded, compute = (
+                each.fsdp_placement.dim,
+                each.padded_sharded_param_size,
+                each.mp_policy.param_dtype,
+            )
             assert compute is not None
-            weight.place(Shard(values, each._orig_size, cut, place * padded[cut], padded, compute))
+            start = each.shard_mesh.get_local_rank() * padded[cut]
+            weight.place(Shard(values, each._orig_size, cut, start, padded, compute))
             travelling = _Travelling(weight, compute)
             values.fsdp_pre_all_gather = travelling.sent
             values.fsdp_post_all_gather = travelling.arrived

@@ -38,8 +38,8 @@ Fill = Callable[[Transformer, nn.Module, str], None]
 
 class Sharded:
     """See the file's first paragraph. `fill` is called on each part before it is cut, so that no more than one
-    layer is ever whole. `reshard` gives parameters back after forward. `in_few_bits`: by module and parameter, what
-    is gathered as codes; those that stay are held by whoever reads them."""
+    layer is ever whole. `reshard` gives parameters back after forward. `in_few_bits`: by module and parameter,
+    what is gathered as codes; those that stay are held by whoever reads them."""
 
     def __init__(
         self,

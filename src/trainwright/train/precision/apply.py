@@ -156,7 +156,7 @@ class LowPrecisionLayers:
             experts.products[name] = layer
 
     def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
-        here = {role: self._groups(axes) for role, axes in over.items()}
+        here: dict[Role, list[dist.ProcessGroup]] = {role: self._groups(axes) for role, axes in over.items()}
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
             steps = self._recipe.amax_history_steps
@@ -243,7 +243,6 @@ class LowPrecisionLayers:
         for layer, seen_R in zip(layers, seen_LR, strict=True):
             layer.seen_R.copy_(seen_R)
             layer.advance()
-
 
     def _forget(self) -> None:
         """Let what weights were rounded to go."""

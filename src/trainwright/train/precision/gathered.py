@@ -25,7 +25,8 @@ from trainwright.train.precision.shared import HeldWeight
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a weight, and where it lies: `values` are the master's, from line `start` of `dim` on."""
+    """This rank's part of a weight, and where it lies: `values` are the master's, line `start` of `dim` and
+    on."""
 
     values: torch.Tensor
     shape: torch.Size
