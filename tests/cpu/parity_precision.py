@@ -145,7 +145,8 @@ ALIKE: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
         f"{precision}, zero {zero}": (gathered(moe(precision, dp=2), zero=zero), {"gather_fp8": False})
         for precision, zero in (("fp8-current", 3), ("fp8-block", 3), ("fp8-delayed", 1))
-    },
+    }
+    | {"experts of one rank": (gathered(moe("fp8-block", dp=2, ep=2)), {"gather_fp8": False})},
 }
 """Two steps in the run's own number formats that are those of another recipe, to the bit."""
 

@@ -28,6 +28,7 @@ from trainwright.spec.run import Run
 from trainwright.train.dryrun.passes import extended
 from trainwright.train.dryrun.record import dry_run
 from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.precision.gathered import Agreement
 from trainwright.train.precision.largest import Current
 
 RUNS = tuple(drawn())
@@ -59,6 +60,52 @@ def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pieces, "dense_operations", changed)
     causes = {each.cause for each in unequal(predicted_counts(run, 0), recorded)}
     assert causes == {"FLOPs of up, matmul, forward", "FLOPs of up, matmul, backward"}
+
+
+FEW_BITS = {"global_batch": 8, "seq_len": 32, "emulate_precision": True, "gather_fp8": True}
+EXPERTS = {"kind": "moe", "num_experts": 8, "top_k": 2, "d_ff": 16, "d_ff_shared": 32}
+GATHERED = {
+    "whole tensors": {"dp": 2, "tp": 2, "recipe": {**FEW_BITS, "precision": "fp8-current", "zero": 3}},
+    "blocks, HSDP": {
+        "dp": 4,
+        "recipe": {**FEW_BITS, "precision": "fp8-block", "zero": 3, "dp_replicate": 2, "recompute": "full"},
+    },
+    "experts, a history": {
+        **{"mlp": EXPERTS, "dp": 4, "ep": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-delayed", "zero": 3},
+    },
+    "experts' widths, once": {
+        **{"mlp": EXPERTS, "dp": 2, "tp": 2, "etp": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-current", "zero": 3, "reshard_after_forward": False},
+    },
+    "for a step, split backward": {
+        **{"pp": 2, "vpp": 2, "dp": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-block", "zero": 2, "schedule": "zb_v"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_in_few_bits_is_counted(name: str) -> None:
+    run = small(**GATHERED[name])
+    rank = run.layout.world - 1
+    predicted, recorded = predicted_counts(run, rank), dry_run(run, rank)
+    assert unequal(predicted, recorded) == []
+    gathered = {each.dtype for each in recorded.collectives if each.operation == "all_gather"}
+    assert "uint8" in gathered
+
+
+def test_blocks_that_are_not_agreed_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(self: Agreement) -> None:
+        for weight in self.weights:
+            weight.agreed(weight.own_amax())
+
+    run = small(**GATHERED["whole tensors"])
+    recorded = dry_run(run, 0)
+    monkeypatch.setattr(Agreement, "reach", alone)
+    found = {each.cause: each.recorded for each in unequal(recorded, dry_run(run, 0))}
+    numbers = 4 * 7 * 4
+    assert found == {f"{axis} all_reduce of {numbers} bytes float32, 2 ranks": 0 for axis in ("dp", "tp")}
 
 
 def test_a_dropped_collective_names_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
