@@ -63,7 +63,7 @@ GATHERED_WITH: tuple[tuple[str, ...], ...] = (
     ("pp zb_h1", "dropout"),
     ("pp dualpipe", "multi-token prediction"),
     ("pp dualpipe_v", "dp zero 2", "full recompute"),
-    ("tp without sequence parallelism", "dp zero 3", "etp"),
+    ("tp without sequence parallelism", "dp zero 3"),
     ("cp ring", "dp zero 3"),
     ("cp all_to_all", "selective recompute"),
     ("tp", "ep beside shared experts", "capacity of experts"),
