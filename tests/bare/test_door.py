@@ -246,6 +246,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     },
     "recipe.overlap.dp": None,
     "recipe.overlap.pp": None,
+    "recipe.overlap.tp": None,
     "recipe.overlap.ep": None,
     "model.d_model": None,
     "model.vocab_size": None,

@@ -3,11 +3,12 @@
 from typing import Any
 
 from parity_models import LATENT
-from parity_moe import BIASES, DEEPSEEK, QWEN, case
+from parity_moe import BIASES, DEEPSEEK, DROPPING, LOSS, QWEN, case
 from parity_together import DEEPSEEK_V3, RECOMPUTED, SPLIT, with_recipe
 
 BESIDE: dict[str, Any] = {"overlap": {"tp": True}}
 BIASED = {"attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}, "model": {"head_bias": True}}
+MUON = {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}
 MQA, UNGATED = {"num_kv_heads": 1}, {"gated": False, "activation": "gelu_tanh"}
 
 
@@ -28,6 +29,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp, one way up, tied": beside(mlp=UNGATED, model={"tied_embeddings": True}),
         "tp, norms over all heads": beside(attention={"qk_norm": "all_heads"}),
         "tp, latent attention": beside(attention=LATENT),
+        "tp, queries without latents, latent_up recomputed": beside(
+            again("latent_up"), attention={**LATENT, "q_lora_rank": None}
+        ),
         "tp, full recompute": beside({"recompute": "full"}),
         "tp, norm, activation and attention recomputed": beside(RECOMPUTED),
         "tp, mlp recomputed, fused loss": beside(again("mlp") | {"loss_kernel": "fused"}),
@@ -41,9 +45,20 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"tp x dp zero {zero}": beside({"zero": zero}, dp=2) for zero in (0, 1, 2, 3)},
         "tp x dp zero 3, recomputed": beside({"zero": 3, **RECOMPUTED}, dp=2),
         "tp x dp zero 3, full recompute, biases": beside({"zero": 3, "recompute": "full"}, dp=2, **BIASED),
+        "tp x cp": beside(cp=2),
         "tp x cp ring": beside({"cp_method": "ring"}, cp=2),
         "tp x cp heads": beside({"cp_method": "all_to_all"}, cp=2),
         "tp x pp": beside(pp=2),
+        "tp x gpipe, window, documents, muon": beside(
+            {"schedule": "gpipe", "optimizer": MUON},
+            pp=2,
+            attention={"sliding_window": 5},
+            data={"document_mask": True},
+        ),
+        **{
+            f"tp x {schedule}": beside({"schedule": schedule}, pp=2, vpp=2)
+            for schedule in ("interleaved_1f1b", "breadth_first")
+        },
         **{
             f"tp x {schedule}{', full recompute' * whole}": beside(
                 {"schedule": schedule, "recompute": ("none", "full")[whole]}, **layout, **BIASED
@@ -57,13 +72,16 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "ep of tp and dp, beside both": case(
             DEEPSEEK, {"overlap": {"tp": True, "ep": True}, "zero": 3}, ep=4, tp=2, dp=2
         ),
-        "ep of tp, etp of dp, moe recomputed": case(QWEN, BESIDE | again("moe"), ep=2, etp=2, tp=2, dp=2),
+        "ep of tp, etp of dp, moe recomputed": case(
+            QWEN, BESIDE | again("moe") | DROPPING | LOSS, ep=2, etp=2, tp=2, dp=2
+        ),
         "ep of tp, biases, zb_h1": case(
             BIASES | {"d_ff_shared": 32}, BESIDE | {"schedule": "zb_h1"}, ep=2, tp=2, pp=2
         ),
         "deepseek-v3, tp x dp, zero 2": with_recipe({**DEEPSEEK_V3, "tp": 2, "dp": 2}, **BESIDE, zero=2),
     },
     8: {
+        "tp x hsdp": beside({"zero": 3, "dp_replicate": 2}, dp=4),
         "deepseek-v3, tp x pp x dp, ep 4, dualpipe_v, zero 1": with_recipe(
             {**DEEPSEEK_V3, **SPLIT["dualpipe_v"], "tp": 2, "dp": 2, "ep": 4},
             **BESIDE,
