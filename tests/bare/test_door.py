@@ -368,6 +368,22 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
         require_trainable(alone.check())
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe.sequence_parallel": False}, "set recipe.sequence_parallel=true, or this to false"),
+        ({"recipe.compile": True}, "not trained yet with recipe.compile=true, .*; set it to false"),
+        ({"recipe.precision": "fp8-block"}, "not trained yet with recipe.precision=fp8-block, .*; set it to false"),
+    ],
+)
+def test_tp_goes_beside_plain_matmuls_of_cut_sequences(values: dict[str, Any], said: str) -> None:
+    run = RUN.with_value("recipe.overlap.tp", value=True)
+    require_trainable(run.check())
+    require_trainable(run.with_values([*values.items(), ("layout.tp", 1)]).check())
+    with pytest.raises(InvalidSpec, match=f"recipe.overlap.tp=True: .*{said}"):
+        require_trainable(run.with_values([*values.items()]).check())
+
+
 def test_a_draft_with_dropout_has_the_kernel_that_drops() -> None:
     def drafted(*assignments: str) -> Recipe:
         options = {"seq_len": 64, "global_batch": 16, "precision": "fp32", "tokens": None}

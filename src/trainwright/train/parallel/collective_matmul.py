@@ -1,6 +1,6 @@
 """Collective matmuls (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent Computation via
 Decomposition"; PyTorch's asynchronous tensor parallelism): what a tensor-parallel block gathers and scatters goes
-round in parts, each beside the products of another part.
+round in parts (`parallel/ring.py`), each beside the products of another part.
 
     in     Fprop   the products of a part of the positions, while the next part is on its way here
            Dgrad   the gradient of a part, while the sum of another is; and while the inputs come round once more

@@ -5,6 +5,9 @@
 
 and in backward the mirror image of each (arXiv:1909.08053 s3, arXiv:2205.05198 s4.2).
 
+With `overlap.tp` both go round in parts, beside the matmuls that they stand around
+(`parallel/collective_matmul.py`).
+
 The block's projections read the gathered input, and their weight gradients need it again. Kept, it would be the
 one thing in a layer that tensor parallelism does not make smaller. So what autograd saves is this rank's part, and
 backward gathers it once more, once for all projections of the block (ibid., s4.2.2).
