@@ -43,8 +43,8 @@ def _named(piece: Piece, *, goes_round: bool) -> Iterator[tuple[Matmul | Attenti
             name = PARTS.get(each.name, each.name)
             if reader == "":
                 reader = ASKS_FIRST.get(each.name, name)
-            is_shared = goes_round and reader and (each.shares_input or each.name in ASKS_FIRST)
-            yield each, reader if is_shared else name
+            joins = goes_round and (each.shares_input or each.name in ASKS_FIRST)
+            yield each, (reader or name) if joins else name
 
 
 def flops(standing: Standing) -> tuple[FlopsCount, ...]:

@@ -37,7 +37,7 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
         return
     if each.goes_round:
         sends = (len(each.forward) * (1 + again) + len(each.backward)) * passes
-        _add_sends(standing, messages, axis, compute, size, sends)
+        _add_sends(standing, messages, each.axis, compute, size, sends)
         return
     if axis == "etp":
         _add_etp(standing, messages, each, compute, size, passes, again=again)
