@@ -373,7 +373,7 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
     [
         ({"recipe.sequence_parallel": False}, "set recipe.sequence_parallel=true, or this to false"),
         ({"recipe.compile": True}, "not trained yet with recipe.compile=true, .*; set it to false"),
-        ({"recipe.precision": "fp8-block"}, "not trained yet with recipe.precision=fp8-block, .*; set it to false"),
+        ({"recipe.precision": "fp8-block"}, "not trained yet with recipe.precision=fp8-block, .* set it to false"),
     ],
 )
 def test_tp_goes_beside_plain_matmuls_of_cut_sequences(values: dict[str, Any], said: str) -> None:

@@ -150,8 +150,8 @@ def test_zero_3_gathers_each_layer_for_every_pass() -> None:
 
 
 def test_tensor_parallelism_goes_round_beside_matmuls() -> None:
-    """In the place of a gather or a scatter of two ranks each sends half to the other, beside the half that it has.
-    What is no matmul's stays as it is: the embedding's scatter and the loss's numbers."""
+    """In the place of a gather or a scatter of two ranks each sends half to the other, beside the half that it
+    has. What is no matmul's stays as it is: the embedding's scatter and the loss's numbers."""
     for rank in (0, 1):
         mine = [each for each in results(2)["tp beside matmuls"].of(rank) if each.phase != "after backward"]
         forward, backward = MICROBATCHES * (4 * LAYERS + 1), MICROBATCHES * (6 * LAYERS + 2)
@@ -165,8 +165,8 @@ def test_tensor_parallelism_goes_round_beside_matmuls() -> None:
         round_ = [each for each in mine if each.operation in ("send", "receive")]
         assert {each.bytes for each in round_} == {ACTIVATION_BYTES // 2}
         assert all(each.beside for each in round_)
-        first = round_[0]
-        assert (first.where, first.beside) == ("layers.0.attention.query", ("forward of layers.0.attention.query",))
+        assert round_[0].where == "layers.0.attention.query"
+        assert round_[0].beside == ("forward of layers.0.attention.query",)
 
 
 def test_a_pipeline_sends_each_microbatch_over_each_edge() -> None:

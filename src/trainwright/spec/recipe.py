@@ -64,7 +64,7 @@ class Overlap(Noun):
     pp: bool = True
     """Sends between stages run beside compute."""
     tp: bool = False
-    """What sequence-parallel tp gathers and scatters goes round in parts, beside the matmuls that it feeds and that
+    """What sequence-parallel tp gathers and scatters goes round in parts, beside the matmuls that it feeds or that
     feed it (asynchronous tensor parallelism); with tp=1 there is none. Of the embedding, and of a loss in chunks,
     collectives stay whole."""
     ep: bool = False
