@@ -13,8 +13,8 @@ Projections that read the same input share its way in. A weight gradient is one 
 sum of parts: in bf16 each of these would be rounded. Where it is put off (`parallel/weight_gradients.py`) inputs
 come round when it is made, beside nothing.
 
-What is kept for backward is what the plain crossings keep (`parallel/crossing.py`). A row of weights' product is
-made after all of it is kept, so that recomputation that ends here makes none.
+What is kept for backward is what the plain crossings keep (`parallel/crossing.py`). A product on the way out is
+made when all that it keeps is kept, so that recomputation that ends with it makes none.
 """
 
 from collections.abc import Callable, Sequence
