@@ -25,6 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 FEATURES: dict[str, Callable[[Run], bool]] = {
     "tp": lambda run: run.layout.tp > 1,
     "tp without sequence parallelism": lambda run: run.layout.tp > 1 and not run.recipe.sequence_parallel,
+    "tp beside matmuls": lambda run: run.layout.tp > 1 and run.recipe.overlap.tp,
     "cp all_gather": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "all_gather",
     "cp ring": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "ring",
     "cp all_to_all": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "all_to_all",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_collective_matmul
 import parity_compiled
 import parity_context
 import parity_ingredients
@@ -282,6 +283,7 @@ TOPICS = {
     "experts": parity_moe.CASES,
     "sequences": parity_sequences.CASES,
     "overlap": parity_overlap.CASES,
+    "beside matmuls": parity_collective_matmul.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
     "compiled": parity_compiled.CASES,

@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from trainwright.plan.agreement import ALONG_OUTPUT, Again, Cut, agreements
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.cluster import CollectiveOp
 
 NORM = marks("norm")
 ACTIVATION = marks("activation")
+
+EMBEDDING = "embedding"
+"""Leaves a lookup, which is no matmul."""
 
 WIDE_BYTES = {"bf16": 2, "fp32": 4}
 """Of a value in an emulated product."""
@@ -166,12 +170,14 @@ def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None)
     """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
     for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced. keeps: the
     marks under which it needn't be gathered once more, those of `again` unless said otherwise."""
-    message = table.tokens * table.model.d_model * table.recipe.compute_bytes
+    message, goes_round = table.tokens * table.model.d_model * table.recipe.compute_bytes, table.recipe.overlap.tp
     if table.recipe.sequence_parallel:
-        gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
+        ways: tuple[tuple[CollectiveOp, ...], ...] = (("all_gather",), ("reduce_scatter",))
+        gather = Collective(f"{where} in", "tp", *ways, message, again, goes_round=goes_round)
         # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
+        absent = again if keeps is None else keeps
         once_more = Collective(
-            f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps
+            f"{where} in once more", "tp", (), ("all_gather",), message, absent=absent, goes_round=goes_round
         )
         return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
@@ -189,7 +195,7 @@ def leave(
 ) -> tuple[Operation, ...]:
     """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at
     one."""
-    last = ends or {}
+    last = {"goes_round": table.recipe.overlap.tp and where != EMBEDDING, **(ends or {})}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)

@@ -160,6 +160,8 @@ BY_PART = {
 }
 
 
+MAKES_LOGITS = ("mm", "addmm", "new_empty")
+"""A product, or what it is written to in parts."""
 ACTIVATIONS = ("silu", "gelu", "relu")
 OF_MIXTURES = {
     "_softmax": "scores of experts",
@@ -182,7 +184,7 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     if part == "head":
         if in_chunks:
             return "numbers of tokens" if key.is_number else "gradients of the loss"
-        return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
+        return "logits" if key.operator in MAKES_LOGITS else "numbers of tokens"
     if part.endswith("norm") or (part == "residual" and key.operator == "cat"):
         return "normed"
     if part == "mlp" and key.operator not in ACTIVATIONS:
