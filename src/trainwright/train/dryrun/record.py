@@ -169,6 +169,9 @@ OF_MIXTURES = {
     "sigmoid": "scores of experts",
     "index_select": "rows of experts",
     "new_empty": "rows of experts",
+    # Their sum, without shared experts and with them, which a norm behind them reads.
+    "index_add": "residual stream",
+    "add": "residual stream",
 }
 
 
