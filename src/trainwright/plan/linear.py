@@ -42,17 +42,28 @@ def of(table: Table, value: float) -> Floats:
     return np.full(len(table.columns), float(value))
 
 
+def normed(table: Table) -> int:
+    """Marks under which what a branch reads is made again by its norm: none where its norms stand behind it."""
+    return 0 if table.model.norm_placement == "post" else NORM
+
+
 def norm(table: Table, again: int = 0) -> Elementwise:
     """A norm of the residual stream: keeps its input, and a statistic per token in fp32 at least."""
     residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
     # LayerNorm keeps a mean too.
     numbers = 2 if table.model.norm == "layernorm" else 1
-    statistic_bytes = numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens
+    statistics = numbers * statistic_bytes(table) * table.residual_tokens
     saved = (
         Saved(residual_bytes, again & ~NORM),
-        Saved(statistic_bytes, again & ~NORM, is_statistic=True),
+        Saved(statistics, again & ~NORM, is_statistic=True),
     )
     return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
+
+
+def statistic_bytes(table: Table) -> int:
+    """Of a number that a norm keeps: fp32 at least, but of a CPU's LayerNorm the format of its input."""
+    size = table.recipe.compute_bytes
+    return size if table.model.norm == "layernorm" and table.cluster.device.kind == "cpu" else max(size, 4)
 
 
 def residual(table: Table, again: int = 0) -> Elementwise:
@@ -95,8 +106,7 @@ def projection(
 def input_again(table: Table, whole: int) -> Again:
     """Where backward has the normed input of a block: gathered, or made by its norm; not if the whole block is
     recomputed, under these marks."""
-    under = 0 if table.model.norm_placement == "post" else NORM
-    return Again(is_gathered_again(table), under, whole)
+    return Again(is_gathered_again(table), normed(table), whole)
 
 
 def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool) -> tuple[Saved, ...]:

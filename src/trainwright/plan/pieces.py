@@ -40,7 +40,8 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
         *attention_operations(table, layer),
         *leave(table, "attention", FULL),
         added,
-        normed,
+        # A parallel branch's norm reads what the other one has kept.
+        replace(normed, saved=normed.saved[1:]) if table.model.parallel_residual else normed,
         *inner,
         added,
         *(normed,) * (table.model.norms_per_layer - 2),

@@ -157,6 +157,9 @@ BY_PART = {
     "q_down": "latents",
     "mtp join": "residual stream",
     "kv_down": "latents",
+    # Of blocks with a norm behind them, which reads it.
+    "out": "residual stream",
+    "down": "residual stream",
 }
 
 
@@ -168,6 +171,9 @@ OF_MIXTURES = {
     "sigmoid": "scores of experts",
     "index_select": "rows of experts",
     "new_empty": "rows of experts",
+    # Their sum, without shared experts and with them, which a norm behind them reads.
+    "index_add": "residual stream",
+    "add": "residual stream",
 }
 
 
@@ -180,7 +186,7 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     if key == INPUT:
         return "residual stream"
     if not key.is_floating:
-        return "numbers of tokens"
+        return "dropout's masks" if key.operator == "ge" else "numbers of tokens"
     if part == "head":
         if in_chunks:
             return "numbers of tokens" if key.is_number else "gradients of the loss"
