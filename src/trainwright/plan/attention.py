@@ -92,9 +92,9 @@ def keeps_copy(table: Table) -> bool:
 
 
 def _head_norms(table: Table, attention: GroupedQueryAttention, widths: _Widths) -> tuple[Operation, ...]:
-    """Norms of queries and of keys, over each head or over all: they keep what the projections gave, and a statistic
-    of each norm. Over all heads, of which a tp rank has some, a number per token is summed for each, forward and
-    backward; two where the mean is taken off."""
+    """Norms of queries and of keys, over each head or over all: they keep what the projections gave, and a
+    statistic of each norm. Over all heads, of which a tp rank has some, a number per token is summed for each,
+    forward and backward; two where the mean is taken off."""
     if attention.qk_norm == "none":
         return ()
     size, wide = table.recipe.compute_bytes, max(table.recipe.compute_bytes, 4)

@@ -106,7 +106,10 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
         tokens,
         of(table, d_model),
         of(table, mlp.num_experts),
-        (Saved(tokens * d_model * size, FULL | normed(table)), Saved(tokens * mlp.num_experts * max(size, 4), MOE)),
+        (
+            Saved(tokens * d_model * size, FULL | normed(table)),
+            Saved(tokens * mlp.num_experts * max(size, 4), MOE),
+        ),
         MOE,
         in_low_precision=False,
     )
