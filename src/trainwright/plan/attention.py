@@ -52,8 +52,9 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     inside = _inside(table, attention, widths)
     dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
-    seen = dealt if table.recipe.attention_kernel != "unfused" else _for_every_head(table, attention, dealt)
-    kept += _kept(table, table.tokens * (seen.key + seen.value) * size, keys_again)
+    kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
+    if table.recipe.attention_kernel == "unfused":
+        kept = (*kept, Saved(table.tokens * _copied_width(table, attention, dealt) * size, CORE | keys_again))
     # The projection reads the core's output, or, where that is wider than the values, what is cut out of it.
     is_cut, copied = bool(np.any(inside.out > widths.out)), keeps_copy(table)
     if is_cut and not copied:
@@ -75,15 +76,14 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     )
 
 
-def _for_every_head(table: Table, attention: Attention, widths: _Widths) -> _Widths:
-    """Batched matmuls of scores and values read a copy of keys and values for each head of queries; of a single
-    head of one sequence they need none."""
+def _copied_width(table: Table, attention: Attention, widths: _Widths) -> Floats:
+    """Of keys and values that batched matmuls of scores and values read, over what is there: a copy for each head
+    of queries, but of a single head of one sequence."""
     if not isinstance(attention, GroupedQueryAttention):
-        return widths
+        return 0 * widths.key
     dealt_to = table.columns.cp if table.recipe.cp_method == "all_to_all" else 1
     heads = np.maximum(kv_heads(table, attention) / dealt_to, 1.0) * table.columns.micro_batch
-    wide = np.where(heads > 1, widths.query, widths.key)
-    return _Widths(widths.query, wide, wide, widths.out)
+    return np.where(heads > 1, 2 * widths.query - widths.key - widths.value, 0.0)
 
 
 def keeps_copy(table: Table) -> bool:
