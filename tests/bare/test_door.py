@@ -247,6 +247,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     },
     "recipe.overlap.dp": None,
     "recipe.overlap.pp": None,
+    "recipe.overlap.tp": None,
     "recipe.overlap.ep": None,
     "model.d_model": None,
     "model.vocab_size": None,
@@ -366,6 +367,22 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
     alone = with_choice(with_choice(run, "experts.shared_gate", value=False), "experts.d_ff_shared", 0)
     with pytest.raises(InvalidSpec, match=r"recipe.overlap.ep=True: .*shared experts.* set it to false"):
         require_trainable(alone.check())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe.sequence_parallel": False}, "set recipe.sequence_parallel=true, or this to false"),
+        ({"recipe.compile": True}, "not trained yet with recipe.compile=true, .*; set it to false"),
+        ({"recipe.precision": "fp8-block"}, "not trained yet with recipe.precision=fp8-block, .* set it to false"),
+    ],
+)
+def test_tp_goes_beside_plain_matmuls_of_cut_sequences(values: dict[str, Any], said: str) -> None:
+    run = RUN.with_value("recipe.overlap.tp", value=True)
+    require_trainable(run.check())
+    require_trainable(run.with_values([*values.items(), ("layout.tp", 1)]).check())
+    with pytest.raises(InvalidSpec, match=f"recipe.overlap.tp=True: .*{said}"):
+        require_trainable(run.with_values([*values.items()]).check())
 
 
 def test_a_draft_with_dropout_has_the_kernel_that_drops() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_collective_matmul
 import parity_compiled
 import parity_context
 import parity_ingredients
@@ -283,6 +284,7 @@ TOPICS = {
     "experts": parity_moe.CASES,
     "sequences": parity_sequences.CASES,
     "overlap": parity_overlap.CASES,
+    "beside matmuls": parity_collective_matmul.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
     "compiled": parity_compiled.CASES,
@@ -300,7 +302,7 @@ ALIKE: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 """Runs that step like those with another recipe, to the bit."""
 
-ONE_IN = 5
+ONE_IN = 8
 """`make test` runs this part of the cases, and `make parity` all of them."""
 
 

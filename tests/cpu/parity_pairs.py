@@ -11,6 +11,7 @@ from parity_moe import DEEPSEEK
 FEATURES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "tp without sequence parallelism": {"tp": 2, "recipe": {"sequence_parallel": False}},
+    "tp beside matmuls": {"tp": 2, "recipe": {"overlap": {"tp": True}}},
     **{
         f"cp {method}": {"cp": 2, "recipe": {"cp_method": method}}
         for method in ("all_gather", "ring", "all_to_all")
@@ -86,7 +87,7 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
     for key, value in more.items():
         if isinstance(value, dict):
             _merge(into.setdefault(key, {}), value)
-        elif key in ("tp", "cp", "pp", "vpp", "dp"):
+        elif key in ("tp", "cp", "pp", "vpp", "dp") and not isinstance(value, bool):
             if key == "vpp" and into.get(key, value) != value:
                 raise Clash(key)
             into[key] = max(into.get(key, 1), value)

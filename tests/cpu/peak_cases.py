@@ -113,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "more words to come": {"dp": 4, "zero": 2, "mtp_depth": 1},
     **{f"fp8-block, {name}": {**BLOCK, **fields} for name, fields in IN_BLOCKS.items()},
     **{precision: {"precision": precision, "emulate_precision": True} for precision in OTHERS},
+    "tp 4, beside matmuls": {"tp": 4, "overlap": {"tp": True}},
 }
 
 

@@ -1,6 +1,6 @@
 """The planner's counts are those of the program, to the last integer; fake tensors count as real ones do.
 
-`make test` compares one in five of the random runs, `make exact` all of them. The controls change one operation of
+`make test` compares one in six of the random runs, `make exact` all of them. The controls change one operation of
 the planner, and leave one collective out of the trainer: what differs must be named.
 """
 
@@ -37,12 +37,38 @@ RUNS = tuple(drawn())
 @pytest.mark.parametrize("each", RUNS, ids=[str(each.number) for each in RUNS])
 def test_prediction_is_the_program(each: Any, request: pytest.FixtureRequest) -> None:
     if each.number % EVERY and not request.config.getoption("--all-cases"):
-        pytest.skip("one in five; make exact runs all")
+        pytest.skip("one in six; make exact runs all")
     assert differences(each) == [], each.text
 
 
 def small(**fields: Any) -> Run:
     return example_run(**fields).check()
+
+
+BESIDE: dict[str, Any] = {"overlap": {"tp": True}, "global_batch": 4}
+AGAIN = {"recompute": "selective", "recompute_ops": ["norm", "activation", "attention"]}
+MLA = exact_cases.MLA
+
+
+@pytest.mark.parametrize(
+    ("fields", "recipe"),
+    [
+        ({"tp": 2}, {}),
+        ({"tp": 4}, {"precision": "bf16", "micro_batch": 2, "recompute": "full"}),
+        ({"tp": 4, "attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}}, AGAIN),
+        ({"tp": 2, "pp": 2, "vpp": 2}, {"schedule": "zb_v", **AGAIN}),
+        ({"tp": 2, "attention": {**MLA, "q_lora_rank": None}, "model": {"mtp_depth": 1}}, {"loss_chunks": 3}),
+        ({"tp": 2, "dp": 2, "ep": 2, "mlp": exact_cases.MOE, "attention": MLA}, {"zero": 3}),
+    ],
+)
+def test_what_goes_round_beside_matmuls_is_the_program(fields: dict[str, Any], recipe: dict[str, Any]) -> None:
+    run = small(**fields, recipe={**BESIDE, **recipe})
+    recorded = dry_run(run, 0)
+    assert unequal(predicted_counts(run, 0), recorded) == []
+    # Not what the same run has without.
+    plain = predicted_counts(run.with_value("recipe.overlap.tp", value=False), 0)
+    differ = {each.cause.split(" of ")[0] for each in unequal(plain, recorded)}
+    assert differ >= {"tp send", "tp receive", "tp reduce_scatter"}
 
 
 def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

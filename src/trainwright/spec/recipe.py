@@ -64,7 +64,9 @@ class Overlap(Noun):
     pp: bool = True
     """Sends between stages run beside compute."""
     tp: bool = False
-    """Collectives of tp run in pieces beside the matmuls that they feed (asynchronous tensor parallelism)."""
+    """What sequence-parallel tp gathers and scatters goes round in parts, beside the matmuls that it feeds or that
+    feed it (asynchronous tensor parallelism); with tp=1 there is none. Of the embedding, and of a loss in chunks,
+    collectives stay whole."""
     ep: bool = False
     """Expert dispatch runs beside compute. `train` hides it behind the shared experts (Megatron-Core's
     moe_shared_expert_overlap); programs that rates were fitted to also behind another microbatch (dual-batch

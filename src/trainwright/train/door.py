@@ -28,7 +28,6 @@ TRAINED_CHOICES = {
     "dispatch_fp8": False,
     "activations_fp8": False,
     "optimizer.offload": False,
-    "overlap.tp": False,
 }
 """Fields of the recipe of which one value is trained: what the trainer does, or that it doesn't do a thing. A test
 holds all fields of the recipe against this file, so that none is let through and ignored."""
@@ -64,6 +63,8 @@ def require_trainable(run: Run) -> None:
     if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
         why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
         reject("recipe.cp_method", recipe.cp_method, why)
+    if recipe.overlap.tp and layout.tp > 1:
+        _require_plain_matmuls(recipe)
     if recipe.overlap.ep and not any(
         isinstance(layer.mlp, MoeMlp) and layer.mlp.d_ff_shared for layer in run.model.layer_counts()
     ):
@@ -122,6 +123,17 @@ def _require_gathered_codes(run: Run) -> None:
     if recipe.precision_fallback:
         why = "leaves no weights in bf16 for layers that fall back; set it or precision_fallback to false"
         reject("recipe.gather_fp8", True, why)
+
+
+def _require_plain_matmuls(recipe: Recipe) -> None:
+    """Of blocks whose matmuls run in parts (`train/parallel/collective_matmul.py`)."""
+    for field, value, is_other in (
+        ("precision", recipe.precision, recipe.is_low_precision),
+        ("compile", True, recipe.compile),
+    ):
+        if is_other:
+            why = f"is not trained yet with recipe.{field}={str(value).lower()}, whose matmuls stay whole"
+            reject("recipe.overlap.tp", True, f"{why}; set it to false")
 
 
 def _require_moments(recipe: Recipe) -> None:
