@@ -114,6 +114,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"fp8-block, {name}": {**BLOCK, **fields} for name, fields in IN_BLOCKS.items()},
     **{precision: {"precision": precision, "emulate_precision": True} for precision in OTHERS},
     "tp 4, beside matmuls": {"tp": 4, "overlap": {"tp": True}},
+    "ep 4, zero 3, few bits": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3, **BLOCK},
+    "ep 4, zero 3, few bits gathered": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3, **BLOCK, "gather_fp8": True},
 }
 
 

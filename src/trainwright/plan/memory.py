@@ -151,7 +151,10 @@ def _states(table: Table, params: Floats, low: Floats, shards: Ints, around: Flo
     # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
     # masters are away, it keeps its shard of the copy.
     shard = (held if recipe.gather_fp8 else plain) / shards if away else 0.0
-    kept = np.where(is_cut, shard, held * ((size < master) | away))
+    # Casts of what is gathered are made at each use; of what one rank has alone they are held, but codes that are
+    # gathered, which serve as one of them.
+    alone = np.where(shards > 1, 0.0, casts / (2 if recipe.gather_fp8 else 1))
+    kept = np.where(is_cut, shard + alone, held * ((size < master) | away))
     copy = np.where(zero == 3, kept, held * needs_copy)
     cut = np.where(zero >= 1, shards, 1)
     moments: Floats | float = 2 * recipe.moment_bytes
