@@ -300,6 +300,34 @@ def precision_lab() -> Measured:
     return Measured(figure, seconds < 180, "trainwright fp8 lab --json")
 
 
+def dry_run_of(arguments: str) -> Measured:
+    """Seconds and memory of the whole process."""
+    command = f"trainwright dryrun {arguments}"
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    started = time.perf_counter()
+    program = subprocess.Popen(command.split(), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(program.pid, 0)
+    seconds, gib = time.perf_counter() - started, used.ru_maxrss / 2**20
+    verdict = "" if status == 0 else f", status {os.waitstatus_to_exitcode(status)}"
+    reached = seconds < 60 and gib < 8 and not verdict
+    return Measured(f"{seconds:.0f} s, {gib:.1f} GiB{verdict}", reached, command)
+
+
+def closed_loop() -> Measured:
+    command = "python benchmarks/closed_loop.py --json"
+    report = json.loads(shell(f"{command} || true")[1].strip().splitlines()[-1])
+    median, worst = report["median_error"], report["worst_error"]
+    figure = f"{median:.1%}, {worst:.1%} over {len(report['layouts'])} layouts"
+    return Measured(figure, median <= 0.08 and worst <= 0.20, command)
+
+
+def telemetry() -> Measured:
+    command = "python benchmarks/telemetry.py --ranks 2 --layout tp --json"
+    report = json.loads(shell(f"{command} || true")[1].strip().splitlines()[-1])
+    figure = f"{report['ratio'] - 1:+.2%} of CPU seconds; counted, at most {report['bound']:.2%}"
+    return Measured(figure, report["ratio"] < report["mark"], command)
+
+
 MARKS: list[tuple[str, Callable[[], Measured]]] = [
     ("`trainwright --help` under 0.4 s as a whole process", help_process),
     ("`trainwright plan` for 405B on 16,384 GPUs under 10 s as a whole process", plan_process),
@@ -331,6 +359,16 @@ MARKS: list[tuple[str, Callable[[], Measured]]] = [
     ("failures: the simulation within 1% of the complete form", complete_form),
     ("failures: placement of replicas equals the exact sum, all sets of up to 16 nodes", placement),
     ("failures: Llama 3's 54 days, 419 interruptions and more than 90% of the time", llama_failures),
+    (
+        "dry run of Llama 3.1 405B under 60 s and 8 GiB",
+        lambda: dry_run_of("runs/llama-3.1-405b_h100x16384_8k.toml"),
+    ),
+    (
+        "dry run of DeepSeek-V3 in fp8-block under 60 s and 8 GiB",
+        lambda: dry_run_of("runs/deepseek-v3_h800x2048_4k.toml"),
+    ),
+    ("predicted steps against seen on this machine: median 8%, worst 20%", closed_loop),
+    ("telemetry under 1% of a step", telemetry),
     ("emulated fp8-block: a step at most 3 times bf16's, dense", lambda: emulation("dense")),
     ("emulated fp8-block: a step at most 3 times bf16's, with experts", lambda: emulation("moe")),
     ("`trainwright fp8 lab` under 3 minutes on 2 cores", precision_lab),
