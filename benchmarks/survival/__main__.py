@@ -3,9 +3,9 @@ survival_<hardware>_<date>.md.
 
     python benchmarks/survival [--only kills,damage] [--share 0.1] [--seed 0] [--results DIR] [--report FILE.md]
 
-Each part prints as it goes and leaves what it saw in DIR, a file of JSON lines for each seed; the report is made of
-all files that are there, so that parts may be run one at a time and on other days. `--share` is how much of each is
-done: 1 is what the marks ask for.
+Each part prints as it goes and leaves what it saw in DIR, a file of JSON lines for each seed; the report is made
+of all files that are there, so that parts may be run one at a time and on other days. `--share` is how much of
+each is done: 1 is what the marks ask for.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def main() -> None:
     chosen = [each for each in asked.only.split(",") if each and each != "none"]
     unknown = [each for each in chosen if each not in report.PARTS]
     if unknown or asked.share <= 0:
-        parser.error(f"no such part: {', '.join(unknown)}" if unknown else f"--share={asked.share}: must be above 0")
+        parser.error(
+            f"no such part: {', '.join(unknown)}" if unknown else f"--share={asked.share}: must be above 0"
+        )
     warnings.simplefilter("ignore")
     asked.results.mkdir(parents=True, exist_ok=True)
     for part in chosen or ([] if asked.only else report.PARTS):

@@ -1,10 +1,10 @@
-"""Damage: bits, blocks and files of the newest of two commits are changed, one after the other, and the directory is
-read as a resume does. The same bits, blocks and lengths of a checkpoint of PyTorch Distributed Checkpoint (DCP),
-of the same tensors, beside it.
+"""Damage: bits, blocks and files of the newest of two commits are changed, one after the other, and the directory
+is read as a resume does. The same bits, blocks and lengths of a checkpoint of PyTorch Distributed Checkpoint
+(DCP), of the same tensors, beside it.
 
 What comes of each is one of three. Silent: it loads, and values are others. Rejected: it is said, and the commit
-before is taken where there is one. Harmless: it loads, and all values are right. DCP's is loaded in a forked process
-of limited memory, as a broken pickle may ask for any; a process that dies has rejected.
+before is taken where there is one. Harmless: it loads, and all values are right. DCP's is loaded in a forked
+process of limited memory, as a broken pickle may ask for any; a process that dies has rejected.
 """
 
 import os
@@ -186,7 +186,8 @@ def mixed(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def of_dcp(folder: Path, expected: dict[str, torch.Tensor], plan: Sequence[Change]) -> Iterator[tuple[str, str]]:
-    """Changes of a checkpoint of DCP, a batch in each forked process; one that dies goes on behind what killed it."""
+    """Changes of a checkpoint of DCP, a batch in each forked process; one that dies goes on behind what killed
+    it."""
     at = 0
     report = folder.with_suffix(".seen")
     while at < len(plan):
@@ -238,7 +239,7 @@ def trials(share: float, seed: int) -> Iterator[dict[str, Any]]:
     try:
         for step in (1, 2):
             saved(home / "ours", step)
-        expected = {name: each for name, each in values(2).items()}
+        expected = values(2)
         expected |= {f"{name}:first": -each for name, each in expected.items()}
         theirs = home / "dcp"
         dcp.save(dict(expected), checkpoint_id=str(theirs))
@@ -260,5 +261,3 @@ def memory_home() -> Path | None:
     """A file system in memory, where what is written is read back a million times."""
     home = Path("/dev/shm")
     return home if os.access(home, os.W_OK) else None
-
-

@@ -1,5 +1,5 @@
-"""Real runs whose ranks are forked from one process that has PyTorch loaded already: the program of `train`, with its
-process groups, checkpoints and journal, starts in tenths of a second, so that a thousand deaths take minutes.
+"""Real runs whose ranks are forked from one process that has PyTorch loaded already: the program of `train`, with
+its process groups, checkpoints and journal, starts in tenths of a second, so that a thousand deaths take minutes.
 
 A rank says in memory that all share which phase it is in and how far commits have come. One of them may have an
 aim: at the nth time that it enters a phase, a timer of the kernel is set, which sends SIGKILL to it after a drawn
@@ -308,8 +308,8 @@ def attempt(
     before: Callable[[int], None] = lambda rank: None,
 ) -> Attempt:
     """Start all ranks of a run and wait for their end. `after_s`: seconds that the others live on after a death.
-    `killed_at_s`: a moment of `time.monotonic` at which `victim` is killed, wherever it is. `plants`: faults to put
-    into ranks that beat in `shared`. `before` is called in each rank."""
+    `killed_at_s`: a moment of `time.monotonic` at which `victim` is killed, wherever it is. `plants`: faults to
+    put into ranks that beat in `shared`. `before` is called in each rank."""
     world, port, board = run.layout.world, free_port(), Board()
     out.mkdir(parents=True, exist_ok=True)
     files = [out / f"said-{rank}" for rank in range(world)]
@@ -352,9 +352,7 @@ def attempt(
     )
 
 
-def _waited(
-    children: Sequence[int], is_over: Callable[[dict[int, int]], bool], after_s: float = 0.0
-) -> list[int]:
+def _waited(children: Sequence[int], is_over: Callable[[dict[int, int]], bool], after_s: float = 0.0) -> list[int]:
     """Statuses in order; all that are left are killed `after_s` after it is over."""
     statuses: dict[int, int] = {}
     until_s = time.monotonic() + PATIENCE_S
@@ -375,9 +373,7 @@ def _waited(
     return [statuses[child] for child in children]
 
 
-def drawn_aim(
-    chosen: random.Random, phase: str, world: int, typical_s: dict[str, float], most: int = 2
-) -> Aim:
+def drawn_aim(chosen: random.Random, phase: str, world: int, typical_s: dict[str, float], most: int = 2) -> Aim:
     """A random rank that has the phase, a random time of the first `most`, a random share of its seconds."""
     rank = 0 if phase in ("manifest", "rename", "retention") else chosen.randrange(world)
     nth = 1 if phase in ("rejoin", "load") else chosen.randint(1, most)

@@ -1,6 +1,6 @@
-"""Kills: runs of 2 to 4 ranks are killed by SIGKILL again and again, each time in a phase that has had the fewest so
-far, until they are done. After each death the directory of commits is read to the last byte; in the end losses and
-state are held against a run that was never stopped."""
+"""Kills: runs of 2 to 4 ranks are killed by SIGKILL again and again, each time in a phase that has had the fewest
+so far, until they are done. After each death the directory of commits is read to the last byte; in the end losses
+and state are held against a run that was never stopped."""
 
 import random
 import shutil

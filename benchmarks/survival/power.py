@@ -1,11 +1,11 @@
-"""Loss of power: the calls of a save that change the disk are recorded, and every state is built that a disk may be
-in when power fails between two of them. A resume must find a whole commit in each, and the newest one from the
+"""Loss of power: the calls of a save that change the disk are recorded, and every state is built that a disk may
+be in when power fails between two of them. A resume must find a whole commit in each, and the newest one from the
 moment that the save is told as committed.
 
 The disk promises no more than POSIX does: content is there after fsync of its file, names after fsync of their
-directory; before that each change of a name is there or not, whatever came before or after it, and content is none,
-half, all, or zeros. A rename is one change. As a control the same is done to a save whose fsyncs do nothing: then
-states must be found without the commit.
+directory; before that each change of a name is there or not, whatever came before or after it, and content is
+none, half, all, or zeros. A rename is one change. As a control the same is done to a save whose fsyncs do
+nothing: then states must be found without the commit.
 """
 
 import os
@@ -92,7 +92,12 @@ class File:
         if not self.pending:
             return [self.durable]
         half = self.pending[: len(self.pending) // 2]
-        return [self.durable, self.durable + half, self.durable + bytes(len(self.pending)), self.durable + self.pending]
+        return [
+            self.durable,
+            self.durable + half,
+            self.durable + bytes(len(self.pending)),
+            self.durable + self.pending,
+        ]
 
 
 @dataclass
@@ -269,4 +274,10 @@ def _one(home: Path, earlier: int, keep: int, syncs: bool, share: float, chosen:
             disk.apply(operations[at], syncs=syncs)
     for each in saves_in(root):
         remove(each)
-    return {"kind": "save" if syncs else "control", "earlier": earlier, "keep": keep, "calls": len(operations), **found}
+    return {
+        "kind": "save" if syncs else "control",
+        "earlier": earlier,
+        "keep": keep,
+        "calls": len(operations),
+        **found,
+    }

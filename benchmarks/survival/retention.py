@@ -1,6 +1,6 @@
-"""Retention: random sequences of saves, of saves that fail, of crashes and of resumes, over commits of one rank that
-keep 1 to 3. Before every call of the system that removes or renames something, and after every act, the directory
-is read to the last byte: from the first commit on there must be one that is whole.
+"""Retention: random sequences of saves, of saves that fail, of crashes and of resumes, over commits of one rank
+that keep 1 to 3. Before every call of the system that removes or renames something, and after every act, the
+directory is read to the last byte: from the first commit on there must be one that is whole.
 
 A save fails by a full disk at a drawn call; a crash is an exception that nothing catches, at a drawn call, after
 which processes start again with the next generation. A commit may rot in between: one that is not the newest, as

@@ -161,7 +161,7 @@ def test_a_damaged_commit_is_named_and_the_one_before_is_taken(home: Path, what:
     assert f"resumed at step {STEPS - 2}" in said
     assert losses(out) == losses(home / "plain")
     listed = subprocess.run(
-        [*COMMAND, "checkpoints", str(out), "--json", "--verify"], capture_output=True, text=True, check=False
+        [*COMMAND, "checkpoint", "verify", str(out), "--json"], capture_output=True, text=True, check=False
     )
     states = [(each["step"], each["state"]) for each in json.loads(listed.stdout)["saves"]]
     assert (STEPS, "whole") in states
@@ -228,7 +228,7 @@ def test_what_is_no_directory_of_checkpoints_is_said(home: Path, tmp_path: Path)
         (tmp_path, "holds no checkpoints"),
     ):
         done = subprocess.run(
-            [*COMMAND, "checkpoints", str(directory)], capture_output=True, text=True, check=False
+            [*COMMAND, "checkpoint", "ls", str(directory)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
         assert complaint in done.stderr
@@ -299,4 +299,4 @@ def test_a_commit_that_was_cut_anew_goes_on_alike(home: Path, tmp_path: Path, ra
 def test_a_commit_that_is_not_there_is_said(home: Path, tmp_path: Path) -> None:
     said = checkpoint("show", home / "plain", "--step", "5", status=2)["said"]
     assert "--step=5: has no commit; there are 12, 10" in said
-    assert "holds no commit" in checkpoint("export", tmp_path, "--out", tmp_path / "x", status=2)["said"]
+    assert "holds no checkpoints" in checkpoint("export", tmp_path, "--out", tmp_path / "x", status=2)["said"]

@@ -29,6 +29,8 @@ class Toll(Noun):
     ranks: Count
     steps: Count
     blows: Sequence[Blow]
+    left_out: dict[str, str] = {}
+    """Kinds that this run can't have, and why."""
     false_alarms: Sequence[str]
     """What was told and was not done to the run."""
     losses_equal: bool
