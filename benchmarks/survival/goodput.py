@@ -26,7 +26,7 @@ from trainwright.spec.saving import Saving
 from trainwright.train.checkpoint.directory import saves_in
 from trainwright.train.faults.attendant import Attendant
 
-BLOCKS, BLOCK_S = 4, 75.0
+BLOCKS, BLOCK_S = 3, 80.0
 MTTF_S = 2.0
 EVERY = 12
 """Steps between saves."""

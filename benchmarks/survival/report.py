@@ -373,10 +373,10 @@ def _economics(seen: Records) -> list[str]:
     return [
         "## Goodput",
         "",
-        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and steps go "
-        f"on {found['back_s']:.2f} s after a death (of forked processes), each measured in the same blocks. At the "
-        f"planted rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f}; at the "
-        f"rate seen {found['predicted']:.3f}. Steps in peace before and behind a block differ by {changed:.0%} at "
+        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and steps",
+        f"go on {found['back_s']:.2f} s after a death (of forked processes), each measured in the same blocks. At",
+        f"the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f}; at",
+        f"the rate seen {found['predicted']:.3f}. Steps in peace before and behind a block differ by {changed:.0%} at",
         "the most.",
         "",
     ]
@@ -394,9 +394,9 @@ def text(results: dict[str, Records]) -> str:
     lines = [
         f"# What runs survive: {hardware()}, {date.today()}",
         "",
-        f"By `make chaos` (`benchmarks/survival`), in {took_s / 60:.0f} minutes. How each figure comes about is told "
-        "in the first paragraph of the part's file there; what is survived and what is not, in [the fault "
-        "model](../docs/fault-model.md).",
+        f"By `make chaos` (`benchmarks/survival`), in {took_s / 60:.0f} minutes. How each figure comes about is",
+        "told in the first paragraph of the part's file there; what is survived and what is not, in",
+        "[the fault model](../docs/fault-model.md).",
         "",
         *table(("guarantee", "what was done", "mark", "figure", "reached"), rows),
     ]

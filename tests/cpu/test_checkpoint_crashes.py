@@ -150,30 +150,6 @@ def test_retention_counts_whole_commits_alone(root: Path) -> None:
     assert [save.step for save in saves_in(root)] == [3]
 
 
-def test_there_is_a_good_commit_at_every_instant(tmp_path: Path) -> None:
-    """Random sequences of saves, failures and resumes in a new generation, against retention of 1 to 3."""
-    (made,) = plans(1)
-    chosen = random.Random(1)
-    for sequence in range(20):
-        root = tmp_path / str(sequence)
-        step, generation, has_saved = 0, 1, False
-        for _ in range(10):
-            step += 1
-            what = chosen.choice(("save", "save", "torn", "resume"))
-            save = save_of(root, step, generation)
-            if what == "save":
-                assert save_rank(save, made, 0, 1) is None
-                has_saved = True
-            elif what == "torn":
-                save.path.mkdir(parents=True)
-                (save.path / "weights-00000.safetensors").write_bytes(b"torn")
-            else:
-                generation += 1
-                step = max(good(root), default=0)
-            assert good(root) or not has_saved
-            assert len(good(root)) <= 2
-
-
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with (
         locked(tmp_path),

@@ -80,10 +80,11 @@ def reshard(
 ) -> None:
     """Write a commit anew, cut for another number of ranks. A resume reads any commit under any layout; this saves
     it reading parts of many files."""
-    from trainwright.cli import output
+    from trainwright.cli import files, output
     from trainwright.train.checkpoint.rewriting import reshard as cut
 
     save = _commit(directory, step)
+    files.make_directory(out)
     with _damage_told():
         new = cut(save, out, ranks)
     if as_json:
@@ -103,11 +104,12 @@ def export(
 ) -> None:
     """Write a commit's weights as safetensors with whole tensors, in the precision that they were trained in, by
     this program's names."""
-    from trainwright.cli import output
+    from trainwright.cli import files, output
     from trainwright.spec.units import bytes_text
     from trainwright.train.checkpoint.rewriting import export as written
 
     save = _commit(directory, step)
+    files.make_directory(out.parent)
     with _damage_told():
         num_bytes = written(save, out)
     if as_json:

@@ -33,9 +33,9 @@ def saves_of(directory: Path) -> "tuple[Path, list[Save]]":
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "is not there"
         reject("DIR", str(directory), f"{what}; name the directory that train was given with --out")
-    directory = directory.resolve()
-    if NAME.fullmatch(directory.name):
-        root, saves = directory.parent, [each for each in saves_in(directory.parent) if each.path == directory]
+    if NAME.fullmatch(directory.resolve().name):  # also of `.` and `DIR/`
+        own = directory.resolve()
+        root, saves = own.parent, [each for each in saves_in(own.parent) if each.path == own]
     else:
         root = directory / FOLDER if (directory / FOLDER).is_dir() else directory
         saves = saves_in(root)

@@ -8,12 +8,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.spec.chaos import Blow, Toll
+from trainwright.spec.chaos import Blow, Planted, Toll
 from trainwright.spec.errors import nearest, reject
 from trainwright.spec.run import Run
 from trainwright.train.checkpoint.directory import saves_in
 from trainwright.train.checkpoint.files import digest_of
-from trainwright.train.faults.plant import Planted
 
 SEEN_AS: dict[str, tuple[str, ...]] = {
     "kill": ("died",),
