@@ -19,8 +19,9 @@ from trainwright.train.faults.guard import FIRST_LOSSES
 TRIALS = 24
 BEHIND = 3
 """Steps behind the bad one."""
-DEVIATIONS = 20.0
-"""Above the noise of so short a past; a planted spike is hundreds above it."""
+DEVIATIONS = 100.0
+"""Above the noise of so short a past; a planted spike is hundreds above it, and a
+batch of these random tokens was 50."""
 CASES = [(kind, action) for kind in ("nan", "spike") for action in ("skip", "roll_back")]
 
 

@@ -375,9 +375,9 @@ def _economics(seen: Records) -> list[str]:
         "",
         f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and steps",
         f"go on {found['back_s']:.2f} s after a death (of forked processes), each measured in the same blocks. At",
-        f"the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f}; at",
-        f"the rate seen {found['predicted']:.3f}. Steps in peace before and behind a block differ by {changed:.0%} at",
-        "the most.",
+        f"the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f};",
+        f"at the rate seen {found['predicted']:.3f}. Steps in peace before and behind a block differ by",
+        f"{changed:.0%} at the most.",
         "",
     ]
 

@@ -4,8 +4,10 @@ Moments are all calls of the system by which a save changes the disk, on each of
 (`checkpoint_crashes.py`)."""
 
 import json
+import os
 import random
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,15 @@ FLIPS = 500
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("kills")
-    output = directory / "found.json"
-    script_arguments = str(directory / "checkpoints"), str(request.param), str(output)
-    run_ranks("checkpoint_crashes.py", 1, *script_arguments, timeout_s=600.0)
-    return json.loads(output.read_text())
+def kills(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    # Which calls were made is what counts, not what they wait for: in memory where there is a file system of it.
+    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        directory = Path(scratch)
+        output = directory / "found.json"
+        script_arguments = str(directory / "checkpoints"), str(request.param), str(output)
+        run_ranks("checkpoint_crashes.py", 1, *script_arguments, timeout_s=600.0)
+        return json.loads(output.read_text())
 
 
 def test_a_kill_at_any_call_leaves_the_last_commit(kills: list[dict[str, Any]]) -> None:
