@@ -1,8 +1,8 @@
 """Silent corruption: one bit of a weight or a moment of one replica flips in memory after a drawn step of a run
 whose replicas are held against one another every third step. All ranks must end within that interval with the step
-and the tensor, and with the rank where three or more hold it; unless the next update rounds the bit away (the lowest
-ones of a moment that is multiplied by its decay), so that nothing is left to be found: then the state at the end
-must be that of a run to which nothing happened, to the bit."""
+and the tensor, and with the rank where three or more hold it; unless the next update rounds the bit away (the
+lowest ones of a moment that is multiplied by its decay), so that nothing is left to be found: then the state at the
+end must be that of a run to which nothing happened, to the bit."""
 
 import json
 import random
