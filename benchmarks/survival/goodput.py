@@ -72,13 +72,13 @@ def hurt(run: Run, home: Path, seconds: float, chosen: random.Random) -> dict[st
     step."""
     begun_s = now_s = time.monotonic()
     next_s = begun_s + chosen.expovariate(1 / MTTF_S)
-    deaths, back_s = 0, []
+    deaths, died_s, back_s = 0, begun_s, []
     while now_s < begun_s + seconds:
         times = Times()
         victim = chosen.randrange(run.layout.world)
         seen: Attempt = attempt(run, home, MOST_STEPS, killed_at_s=next_s, victim=victim, before=times.watch)
         assert not seen.is_done
-        before_s, now_s = now_s, time.monotonic()
+        now_s = time.monotonic()
         deaths += 1
         known = np.flatnonzero(times.ns)
         if deaths > 1 and len(known) > 2 * SETTLED:
@@ -86,8 +86,8 @@ def hurt(run: Run, home: Path, seconds: float, chosen: random.Random) -> dict[st
             first, last = known[SETTLED], known[-1]
             step_s = np.median(np.diff(times.ns[known[SETTLED:]])) / 1e9
             assert last > first
-            back_s.append(float(times.ns[first] / 1e9 - before_s - SETTLED * step_s))
-        next_s = now_s + chosen.expovariate(1 / MTTF_S)
+            back_s.append(float(times.ns[first] / 1e9 - died_s - SETTLED * step_s))
+        died_s, next_s = next_s, now_s + chosen.expovariate(1 / MTTF_S)
     kept = next((save.step for save in saves_in(home / "checkpoints") if save.is_committed), 0)
     return {"steps": kept, "seconds": now_s - begun_s, "deaths": deaths, "back_s": back_s}
 

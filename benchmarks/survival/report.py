@@ -377,9 +377,9 @@ def _in_shards(seen: Records) -> list[str]:
         "## What nobody can see",
         "",
         f"{len(flips)} flips in shards of ZeRO 3, which no other rank holds: {found} found, {gone} rounded",
-        f"away, {len(flips) - found - gone} in the state at the end. No check failed: it is the limit that the fault",
-        "model names, as such a shard has no replica to be held against. `chaos` leaves flips out of such runs, and",
-        "says so. Replicas (`recipe.dp_replicate`, ZeRO 0) make them visible.",
+        f"away, {len(flips) - found - gone} in the state at the end. No check failed: it is the limit that",
+        "the fault model names, as such a shard has no replica to be held against. `chaos` leaves flips out of",
+        "such runs, and says so. Replicas (`recipe.dp_replicate`, ZeRO 0) make them visible.",
         "",
     ]
 
