@@ -46,15 +46,13 @@ def main() -> None:
     asked.results.mkdir(parents=True, exist_ok=True)
     for part in chosen or ([] if asked.only else report.PARTS):
         begun_s = time.perf_counter()
-        path = asked.results / f"{part}-{asked.seed}.jsonl"
-        beside = path.with_suffix(".part")
-        with beside.open("w") as file:
+        # What was seen before an interruption counts: each line is a trial that was finished.
+        with (asked.results / f"{part}-{asked.seed}.jsonl").open("w") as file:
             for record in importlib.import_module(part).trials(asked.share, asked.seed):
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 print(f"{part} {time.perf_counter() - begun_s:6.0f} s: {json.dumps(record)[:200]}", flush=True)
             file.write(json.dumps({"kind": "took", "seconds": time.perf_counter() - begun_s}) + "\n")
-        beside.rename(path)
     text = report.text({part: results_of(asked.results, part) for part in report.PARTS})
     asked.report.write_text(text)
     print(text, f"\nwrote {asked.report}", sep="")
