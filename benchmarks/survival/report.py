@@ -25,11 +25,11 @@ PARTS = (
     "storage",
     "memory",
     "hangs",
+    "slow",
     "guards",
     "silent",
-    "reshard",
 )
-PARTS += ("samples", "cheap", "goodput", "restarts", "chaos")
+PARTS += ("reshard", "samples", "cheap", "goodput", "restarts", "chaos")
 LEAST_KILLS = 50
 """In each phase."""
 
