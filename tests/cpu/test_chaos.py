@@ -14,7 +14,7 @@ from trainwright.cli.files import read_run
 from trainwright.spec.checkpointing import Checkpointing
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.supervision import Supervision
-from trainwright.train.faults.campaign import LEAST_APART, SEEN_AS, drawn, kinds_of, toll
+from trainwright.train.faults.campaign import LEAST_APART, SEEN_AS, drawn, kinds_of, left_out_of, toll
 
 COMMAND = [sys.executable, "-m", "trainwright", "chaos"]
 STEPS, KINDS = 28, "later,rot,full,lose"
@@ -39,6 +39,7 @@ def test_no_fault_costs_a_bit(hurt: tuple[Path, dict]) -> None:
     assert said["losses_equal"]
     assert said["state_equal"]
     assert said["false_alarms"] == []
+    assert said["left_out"] == {}
     assert sorted(blow["kind"] for blow in said["blows"]) == sorted(KINDS.split(","))
     for blow in said["blows"]:
         assert blow["is_right"], blow
@@ -83,7 +84,10 @@ def test_a_plan_follows_from_its_seed_and_keeps_faults_apart(hurt: tuple[Path, d
     without = run.changed(checkpoint=Checkpointing(every_steps=5), supervision=Supervision())
     assert {"flip", "lose"}.isdisjoint(kinds_of(without, []))
     # A bit that flips in a shard is nobody else's to compare.
-    assert "flip" not in kinds_of(run.with_value("recipe.zero", 1), [])
+    sharded = run.with_value("recipe.zero", 1)
+    assert "flip" not in kinds_of(sharded, [])
+    assert "unseen by nature" in left_out_of(sharded)["flip"]
+    assert left_out_of(run) == {}
     assert "flip" not in kinds_of(run.with_values([("layout.dp", 1), ("layout.tp", 2)]), [])
     with pytest.raises(InvalidSpec, match=r"--kinds='lose': needs checkpoint\.memory_every_steps above 0"):
         kinds_of(without, ["lose"])
