@@ -89,8 +89,8 @@ def test_whatever_ends_a_rank_the_losses_are_those_of_a_run_that_never_stopped(h
     plants = (
         ("kill", 1, 5),
         ("stop", 0, 8),
-        ("busy", 1, 11),
-        ("store", 0, 14),
+        ("busy", 1, 13),
+        ("store", 0, 14),  # in the second step after a start
         ("crash", 1, 17),
         ("flip", 1, 20),
     )
@@ -101,7 +101,7 @@ def test_whatever_ends_a_rank_the_losses_are_those_of_a_run_that_never_stopped(h
     ended = [
         ("died", 1, 5),
         ("hung", 0, 8),
-        ("hung", 1, 11),
+        ("hung", 1, 13),
         ("hung", 0, 14),
         ("died", 1, 17),
         ("corrupt", None, 20),
@@ -112,7 +112,7 @@ def test_whatever_ends_a_rank_the_losses_are_those_of_a_run_that_never_stopped(h
     texts = [each["text"] for each in faults(out)]
     assert texts[0].startswith("rank 1 ended by SIGKILL")
     assert texts[1] == "rank 0 hangs in host of step 8: its process is stopped"
-    assert texts[2].startswith("rank 1 hangs in compute of step 11 (plant.py:")
+    assert texts[2].startswith("rank 1 hangs in compute of step 13 (plant.py:")
     assert ": 0 wait in all_reduce number " in texts[2]
     assert texts[3].startswith("rank 0 hangs in compute of step 14 (plant.py:")
     assert "RuntimeError: planted: this rank crashes" in "\n".join(faults(out)[4]["said"])
