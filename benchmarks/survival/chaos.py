@@ -20,8 +20,9 @@ STEPS, FAULTS = 60, 10
 
 
 def trials(share: float, seed: int) -> Iterator[dict[str, Any]]:
-    """One for each layout; seeds are other drawn faults."""
-    for name in list(LAYOUTS)[: max(1, round(len(LAYOUTS) * share))]:
+    """One for each layout, the first one by the seed; seeds are other drawn faults."""
+    names = [*LAYOUTS] * 2
+    for name in names[seed % len(LAYOUTS) :][: max(1, round(len(LAYOUTS) * share))]:
         with tempfile.TemporaryDirectory() as scratch:
             file = run_file(Path(scratch), 64, STEPS, LAYOUTS[name])
             more = ["--steps", str(STEPS), "--faults", str(FAULTS), "--seed", str(seed), "--json"]
