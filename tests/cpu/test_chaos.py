@@ -51,7 +51,8 @@ def test_no_fault_costs_a_bit(hurt: tuple[Path, dict]) -> None:
 
 def test_it_says_where_a_bit_differs(hurt: tuple[Path, dict]) -> None:
     directory, said = hurt
-    run, plain, beaten = read_run(directory / "run.toml"), directory / "out" / "plain", directory / "out" / "hurt"
+    plain, beaten = directory / "out" / "plain", directory / "out" / "hurt"
+    run = read_run(beaten / "run.toml")
     lines = (beaten / "metrics.jsonl").read_text().splitlines()
     record = json.loads(lines[20])
     record["loss"] += 1e-12
