@@ -8,6 +8,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ PARTS = (
 PARTS += ("reshard", "samples", "cheap", "goodput", "restarts", "chaos")
 LEAST_KILLS = 50
 """In each phase."""
+
+TOO_FEW = (statistics.StatisticsError, ValueError, IndexError, ZeroDivisionError)
+"""What counting says where there is nothing to count."""
 
 Records = list[dict[str, Any]]
 Row = tuple[str, str, str, str, bool]
@@ -408,14 +412,19 @@ def _economics(seen: Records) -> list[str]:
     ]
 
 
+def _reached(part: str, seen: Records) -> list[Sequence[object]]:
+    """Rows of a part; one that says so where it was not run, or stopped before anything could be counted."""
+    if not seen:
+        return [(part, "not run", "-", "-", "-")]
+    try:
+        return [(*row[:-1], "yes" if row[-1] else "**NO**") for row in ROWS[part](seen)]
+    except TOO_FEW:
+        return [(part, "not finished", "-", "-", "-")]
+
+
 def text(results: dict[str, Records]) -> str:
     """The whole file."""
-    rows: list[Sequence[object]] = []
-    for part, made in ROWS.items():
-        if results[part]:
-            rows += [(*row[:-1], "yes" if row[-1] else "**NO**") for row in made(results[part])]
-        else:
-            rows.append((part, "not run", "-", "-", "-"))
+    rows = [row for part in ROWS for row in _reached(part, results[part])]
     took_s = sum(each["seconds"] for seen in results.values() for each in seen if each.get("kind") == "took")
     lines = [
         f"# What runs survive: {hardware()}, {date.today()}",
@@ -426,13 +435,15 @@ def text(results: dict[str, Records]) -> str:
         "",
         *table(("guarantee", "what was done", "mark", "figure", "reached"), rows),
     ]
-    for needed, section in (
-        (("damage",), lambda: _beside_dcp(results["damage"], results["rival"])),
-        (("kills",), lambda: _by_phase(results["kills"])),
-        (("chaos",), lambda: _by_kind(results["chaos"])),
-        (("silent",), lambda: _in_shards(results["silent"])),
-        (("goodput",), lambda: _economics(results["goodput"])),
-    ):
-        if all(results[each] for each in needed):
-            lines += section()
+    sections: tuple[tuple[str, Callable[[], list[str]]], ...] = (
+        ("damage", lambda: _beside_dcp(results["damage"], results["rival"])),
+        ("kills", lambda: _by_phase(results["kills"])),
+        ("chaos", lambda: _by_kind(results["chaos"])),
+        ("silent", lambda: _in_shards(results["silent"])),
+        ("goodput", lambda: _economics(results["goodput"])),
+    )
+    for part, section in sections:
+        if results[part]:
+            with suppress(*TOO_FEW):
+                lines += section()
     return "\n".join(lines).rstrip() + "\n"
