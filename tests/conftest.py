@@ -4,4 +4,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run every parity case, not a fifth of them")
+    parser.addoption("--all-cases", action="store_true", help="run all parity cases and random runs")

@@ -67,7 +67,6 @@ def test_what_the_trainer_lacks_is_set_aside_and_told() -> None:
     assert {each.field for each in changes} == {
         "recipe.dispatch",
         "recipe.dispatch_fp8",
-        "recipe.gather_fp8",
         "recipe.activations_fp8",
     }
     assert trained.recipe.precision == "fp8-block"

@@ -209,6 +209,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     "recipe.amax_history_steps": None,
     "recipe.precision_report_steps": None,
     "recipe.precision_fallback": None,
+    "recipe.gather_fp8": None,
     "recipe.recompute": ("none", "selective", "full"),
     "recipe.recompute_ops": None,
     "recipe.recompute_layers": None,
@@ -246,6 +247,7 @@ OBEYED: dict[str, tuple[Any, ...] | None] = {
     },
     "recipe.overlap.dp": None,
     "recipe.overlap.pp": None,
+    "recipe.overlap.tp": None,
     "recipe.overlap.ep": None,
     "model.d_model": None,
     "model.vocab_size": None,
@@ -367,6 +369,22 @@ def test_a_dispatch_has_to_have_shared_experts_to_hide_behind() -> None:
         require_trainable(alone.check())
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe.sequence_parallel": False}, "set recipe.sequence_parallel=true, or this to false"),
+        ({"recipe.compile": True}, "not trained yet with recipe.compile=true, .*; set it to false"),
+        ({"recipe.precision": "fp8-block"}, "not trained yet with recipe.precision=fp8-block, .* set it to false"),
+    ],
+)
+def test_tp_goes_beside_plain_matmuls_of_cut_sequences(values: dict[str, Any], said: str) -> None:
+    run = RUN.with_value("recipe.overlap.tp", value=True)
+    require_trainable(run.check())
+    require_trainable(run.with_values([*values.items(), ("layout.tp", 1)]).check())
+    with pytest.raises(InvalidSpec, match=f"recipe.overlap.tp=True: .*{said}"):
+        require_trainable(run.with_values([*values.items()]).check())
+
+
 def test_a_draft_with_dropout_has_the_kernel_that_drops() -> None:
     def drafted(*assignments: str) -> Recipe:
         options = {"seq_len": 64, "global_batch": 16, "precision": "fp32", "tokens": None}
@@ -385,6 +403,31 @@ def test_up_projections_are_not_made_again_where_cp_exchanges_heads() -> None:
     require_trainable(run.check())
     with pytest.raises(InvalidSpec, match=r"recipe\.cp_method='all_to_all': gives up nothing"):
         require_trainable(run.with_value("recipe.cp_method", "all_to_all").check())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"recipe.zero": 0}, "is of parameters that are sharded, and with zero=0 over 2 rank"),
+        ({"recipe.dp_replicate": 2}, "is of parameters that are sharded, and with zero=1 over 1 rank"),
+        ({"recipe.precision": "nvfp4", "recipe.emulate_precision": True}, ".*two of whose values share a byte"),
+        ({"recipe.precision_fallback": True}, "leaves no weights in bf16 for layers that fall back"),
+    ],
+)
+def test_codes_are_gathered_where_there_is_something_to_gather(fields: dict[str, Any], said: str) -> None:
+    fp8 = {"recipe.precision": "fp8-block", "recipe.gather_fp8": True, "recipe.zero": 1}
+    run = RUN.with_values(fp8.items())
+    require_trainable(run.check())
+    with pytest.raises(InvalidSpec, match=rf"recipe\.gather_fp8=True: {said}.*set .*false$"):
+        require_trainable(run.with_values(fields.items()).check())
+
+
+@pytest.mark.parametrize("precision", ["fp8-rowwise", "mxfp8"])
+def test_weights_that_are_cast_twice_are_not_gathered_cast(precision: str) -> None:
+    with pytest.raises(
+        InvalidSpec, match=rf"gather_fp8=True: needs weights that are cast once.* {precision} casts"
+    ):
+        RUN.with_values([("recipe.precision", precision), ("recipe.gather_fp8", True)])
 
 
 def test_every_field_is_flipped() -> None:

@@ -65,6 +65,22 @@ def test_named_operations_drop_what_they_make_again() -> None:
     assert piece.saved_bytes[0] - piece.kept_bytes(marks("mlp"))[0] == 3 * tokens * 128 * 2
 
 
+@pytest.mark.parametrize(("qk_norm", "norms"), [("per_head", 4 + 2), ("all_heads", 2)])
+def test_norms_of_queries_and_keys_keep_them_and_a_statistic_each(qk_norm: str, norms: int) -> None:
+    """Four heads of queries and two of keys, 16 wide, in bf16; a statistic is fp32."""
+    table, layer = Table.of_run(run()), dense_model().layers[0]
+    with_norms = layer.changed(attention=layer.attention.changed(qk_norm=qk_norm))
+    more = layer_piece(table, with_norms).saved_bytes[0] - layer_piece(table, layer).saved_bytes[0]
+    assert more == 256 * ((4 + 2) * 16 * 2 + norms * 4)
+
+
+def test_a_parallel_residual_is_kept_once() -> None:
+    model = dense_model()
+    beside = model.changed(parallel_residual=True)
+    both = [layer_piece(Table.of_run(run(model=each)), each.layers[0]).saved_bytes[0] for each in (model, beside)]
+    assert both[0] - both[1] == 256 * 64 * 2
+
+
 def test_latent_up_projections_give_up_queries_keys_and_values() -> None:
     model = moe_model()
     piece = layer_piece(Table.of_run(run(model=model)), model.layers[0])

@@ -363,7 +363,7 @@ def test_a_layer_whose_mlp_runs_again_holds_both_of_its_inputs() -> None:
 
 
 def test_what_is_gathered_is_low_where_matmuls_are() -> None:
-    """Messages: a byte for two of linear layers' weights. Buffers: both orientations are as much as bf16."""
+    """Messages, and what they are gathered into: a byte for two of linear layers' weights."""
     linear, params = 4 * (D * (D + 32 + 32) + D * D + 3 * D * F), dense_model().params
     plain, cast = (low("fp8-current", Layout(dp=2), zero=3, gather_fp8=gathers) for gathers in (False, True))
     tables = [Table.of_run(each) for each in (plain, cast)]
@@ -373,4 +373,5 @@ def test_what_is_gathered_is_low_where_matmuls_are() -> None:
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
     held = [predict(each).ledger.bytes["communication"] for each in (plain, cast)]
-    assert held[0] == held[1]
+    # Of the layer that computes and the next, or of what is gathered at the loss.
+    assert held[0] - held[1] in (pytest.approx(linear / 4), pytest.approx(2 * linear / 4))

@@ -130,7 +130,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layouts]] = {
         FP8,
         {
             1: [("one", {}, {})],
-            2: [("dp zero 1", {"dp": 2}, {"zero": 1}), ("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {})],
+            2: [
+                ("dp zero 1", {"dp": 2}, {"zero": 1}),
+                ("dp zero 3, gathered in fp8", {"dp": 2}, {"zero": 3, "gather_fp8": True}),
+                ("tp", {"tp": 2}, {}),
+                ("pp", {"pp": 2}, {}),
+            ],
         },
     ),
     "moments in bf16": (moments("bf16"), {1: [("one", {}, {})], 2: [("dp zero 1", {"dp": 2}, {"zero": 1})]}),

@@ -25,6 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 FEATURES: dict[str, Callable[[Run], bool]] = {
     "tp": lambda run: run.layout.tp > 1,
     "tp without sequence parallelism": lambda run: run.layout.tp > 1 and not run.recipe.sequence_parallel,
+    "tp beside matmuls": lambda run: run.layout.tp > 1 and run.recipe.overlap.tp,
     "cp all_gather": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "all_gather",
     "cp ring": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "ring",
     "cp all_to_all": lambda run: run.layout.cp > 1 and run.recipe.cp_method == "all_to_all",
@@ -66,6 +67,7 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "dropout": lambda run: run.recipe.dropout > 0,
     "compiled layers": lambda run: run.recipe.compile,
     "low precision": lambda run: run.recipe.is_low_precision,
+    "weights gathered in fp8": lambda run: run.recipe.gather_fp8,
     "Muon": lambda run: run.recipe.optimizer.name == "muon",
 }
 """Whether a run has each of them."""
@@ -125,7 +127,7 @@ def page() -> str:
         "Written by `python tests/cpu/composition.py` from the tables of parity cases (`tests/cpu/parity_*.py`).",
         "Each of them steps a parallel run beside the plain model in float64: loss, every gradient, the clipping",
         "norm and all weights after the step agree to 1e-10; 1e-12 is seen. `make parity` runs all of them,",
-        "`make test` a fifth and those that were made for pairs.",
+        "`make test` an eighth and those that were made for pairs.",
         "",
         f"{number} cases by number of ranks: {worlds}. Of {len(found)} pairs of the features below {tested} are",
         f"in one case or more, {alternatives} are alternatives of one another, and {len(refused)} are refused",

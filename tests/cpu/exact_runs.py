@@ -27,7 +27,7 @@ from trainwright.train.dryrun.record import dry_run
 SEED = 20260
 PLAIN, NUMBER = 200, 260
 """Of runs with plain matmuls, and of those that are compared in all: behind them come low-precision ones."""
-EVERY = 5
+EVERY = 6
 """Of them one in so many is compared by `make test`."""
 MOST_RANKS = 64
 PRECISIONS = tuple(LOW_PRECISION)

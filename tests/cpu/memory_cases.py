@@ -3,7 +3,7 @@
     memory_cases.py DIRECTORY OUTPUT.json
 
 Three steps are kept; then copies are damaged in one way after another, and a fresh trainer recovers what is left.
-What it recovered, and whether its state is that of the step to the bit, is written down.
+What it recovered, and whether its state is that of the step to the bit, and its next loss, is written down.
 """
 
 import shutil
@@ -28,7 +28,8 @@ from trainwright.train.mesh import leave
 from trainwright.train.parallelize import Trainer
 from trainwright.train.verify.subject import random_tokens
 
-RUN = example_run(dp=2, recipe={"zero": 1})
+RUN = example_run(dp=2, recipe={"zero": 1, "precision": "fp8-delayed", "emulate_precision": True})
+"""With scales of past steps, which are state."""
 OTHER = example_run(tp=2)
 STEPS = 3
 GUARD = GuardState(losses=(5.5, 5.25), cooling=1)
@@ -78,34 +79,43 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def kept(directory: Path, rank: int) -> dict[int, list[str]]:
-    """Take the steps and keep each; digests of the state by step."""
-    trainer, data = trainer_of(RUN, rank), random_tokens(RUN, STEPS)
-    tier, seen = MemoryTier(trainer, directory, 2, 100), {}
-    for step in range(STEPS):
-        trainer.step(batch_of(RUN, data, step, trainer.mesh.coordinate.dp), 0.01)
-        tier.save(step + 1, 8 * (step + 1), GUARD)
-        seen[step + 1] = digests(trainer)
+def next_loss(trainer: Trainer, step: int) -> float:
+    """Of the step after so many."""
+    batch = batch_of(RUN, random_tokens(RUN, STEPS + 1), step, trainer.mesh.coordinate.dp)
+    return trainer.step(batch, 0.01).loss
+
+
+def kept(directory: Path, rank: int) -> dict[int, tuple[list[str], float]]:
+    """Take the steps and keep each; by step, digests of the state and the next one's loss."""
+    trainer = trainer_of(RUN, rank)
+    tier, states = MemoryTier(trainer, directory, 2, 100), {}
+    losses = [next_loss(trainer, 0)]
+    for step in range(1, STEPS + 1):
+        tier.save(step, 8 * step, GUARD)
+        states[step] = digests(trainer)
+        losses.append(next_loss(trainer, step))
     tier.wait()
     dist.barrier()
-    return seen
+    return {step: (states[step], losses[step]) for step in states}
 
 
 def recovered(
-    directory: Path, rank: int, seen: dict[int, list[str]], least_step: int = 0
+    directory: Path, rank: int, seen: dict[int, tuple[list[str], float]], least_step: int = 0
 ) -> dict[str, Any] | None:
     trainer = trainer_of(RUN, rank)
     found = MemoryTier(trainer, directory, 2, 100).recover(least_step)
     if found is None:
         return None
     steps = {float(each["step"]) for each in trainer.optimizer.state.values()}
+    state, loss = seen[found.step]
     return {
         "step": found.step,
         "samples": found.samples,
         "from_peers": found.from_peers,
         "guard": found.guard == GUARD,
-        "same": digests(trainer) == seen[found.step],
+        "same": digests(trainer) == state,
         "optimizer_step": steps == {float(found.step)},
+        "same_next_loss": next_loss(trainer, found.step) == loss,
     }
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import parity_collective_matmul
 import parity_compiled
 import parity_context
 import parity_ingredients
@@ -36,6 +37,7 @@ from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
 from trainwright.train.door import require_trainable
 from trainwright.train.mesh import Mesh, build_mesh, leave
+from trainwright.train.parallel.local import local_of
 from trainwright.train.parallelize import Trainer, parallelize
 from trainwright.train.verify.compare import compared_step
 from trainwright.train.verify.plain import PlainProgram
@@ -282,6 +284,7 @@ TOPICS = {
     "experts": parity_moe.CASES,
     "sequences": parity_sequences.CASES,
     "overlap": parity_overlap.CASES,
+    "beside matmuls": parity_collective_matmul.CASES,
     "pairs": parity_pairs.CASES,
     "together": parity_together.CASES,
     "compiled": parity_compiled.CASES,
@@ -293,14 +296,21 @@ for _topic, _cases in TOPICS.items():
         CASES.setdefault(_world, {}).update({f"{_topic}: {name}": fields for name, fields in _more.items()})
 
 
-ONE_IN = 5
+ALIKE: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    world: {f"alike: {name}": each for name, each in cases.items()}
+    for world, cases in parity_precision.ALIKE.items()
+}
+"""Runs that step like those with another recipe, to the bit."""
+
+ONE_IN = 8
 """`make test` runs this part of the cases, and `make parity` all of them."""
 
 
 def part_of_cases(world: int) -> list[str]:
-    """What `make test` runs: by a checksum of the name, all that cover pairs, and the planted errors."""
+    """What `make test` runs: by a checksum of the name, all that cover pairs, those that are alike to the bit, and
+    the planted errors."""
     part = [name for name in CASES[world] if name.startswith("pairs:") or crc32(name.encode()) % ONE_IN == 0]
-    return [*part, *CONTROLS.get(world, {})]
+    return [*part, *ALIKE.get(world, {}), *CONTROLS.get(world, {})]
 
 
 def without_dp_reduction(trainer: Trainer) -> None:
@@ -332,6 +342,7 @@ for topic in (parity_moe, parity_sequences):
         CONTROLS[world] = CONTROLS.get(world, {}) | controls
 
 
+TIMEOUT = timedelta(seconds=240)
 MADE: dict[Any, Any] = {}
 """Process groups of all cases so far: each has threads, and hundreds of them would crowd out the ranks."""
 
@@ -364,8 +375,7 @@ def stands_where_the_layout_says(mesh: Mesh) -> None:
 
 def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], None] | None) -> dict[str, float]:
     """Worst relative error of loss, gradients, norm and weights of this rank's part of the run."""
-    cpu, timeout = torch.device("cpu"), timedelta(seconds=240)
-    mesh = build_mesh(run.layout, rank, cpu, run.recipe.dp_replicate, timeout, MADE)
+    mesh = build_mesh(run.layout, rank, torch.device("cpu"), run.recipe.dp_replicate, TIMEOUT, MADE)
     stands_where_the_layout_says(mesh)
     require_trainable(run.check())
     trainer = parallelize(run, mesh, Clock(), in_float64=True)
@@ -387,14 +397,43 @@ def compare(run: Run, rank: int, *, ignored: bool, spoil: Callable[[Trainer], No
     return errors.worst()
 
 
+def differing_bits(run: Run, rank: int, other: dict[str, Any]) -> dict[str, float]:
+    """Of two steps of a low-precision run and of the same with another recipe: how far losses and norms are apart,
+    the share of this rank's weights and moments that aren't equal, and whether what is told of layers isn't."""
+    seen, told = [], []
+    for each in (run, run.changed(recipe=run.recipe.changed(**other)).check()):
+        mesh = build_mesh(each.layout, rank, torch.device("cpu"), each.recipe.dp_replicate, TIMEOUT, MADE)
+        require_trainable(each)
+        trainer = parallelize(each, mesh, Clock())
+        batch = part_of(each, mesh.coordinate.dp, example_batches(each))
+        assert trainer.low_precision is not None
+        assert trainer.low_precision.watch(each.recipe.precision_report_steps)
+        steps = [trainer.step(batch, each.recipe.optimizer.lr) for _ in range(2)]
+        told.append(trainer.low_precision.report(1).layers)
+        states = [state for _, state in sorted(trainer.optimizer.state_dict()["state"].items())]
+        tensors = [parameter for _, parameter in trainer.data_parallel.parameters()]
+        tensors += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        seen.append((steps, [local_of(tensor) for tensor in tensors]))
+    (steps, tensors), (others, expected) = seen
+    unequal = sum(int((a != b).sum()) for a, b in zip(tensors, expected, strict=True))
+    return {
+        "loss": max(abs(a.loss - b.loss) for a, b in zip(steps, others, strict=True)),
+        "norm": max(abs(a.grad_norm - b.grad_norm) for a, b in zip(steps, others, strict=True)),
+        "told": float(told[0] != told[1]),
+        "states": unequal / sum(each.numel() for each in tensors),
+        "same step": float(steps[0].loss == steps[1].loss),
+    }
+
+
 def main(world: int, output: Path, only: list[str]) -> None:
     """Run the cases of these names or topics; all of them where none is named, and where `part` is, a part."""
     torch.set_num_threads(1)
     rank = 0
     if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=240))
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         rank = dist.get_rank()
-    jobs = {name: (fields, None) for name, fields in CASES[world].items()} | CONTROLS.get(world, {})
+    plain = CASES[world] | {name: fields for name, (fields, _) in ALIKE.get(world, {}).items()}
+    jobs = {name: (fields, None) for name, fields in plain.items()} | CONTROLS.get(world, {})
     results: dict[str, Any] = {}
     if only == ["part"]:
         only = part_of_cases(world)
@@ -402,9 +441,12 @@ def main(world: int, output: Path, only: list[str]) -> None:
         if only and name not in only and name.partition(":")[0] not in only:
             continue
         fields = dict(fields)
-        ignored = fields.pop("ignored", False)
+        ignored, other = fields.pop("ignored", False), ALIKE.get(world, {}).get(name, ({}, {}))[1]
         try:
-            mine: Any = compare(example_run(**fields), rank, ignored=ignored, spoil=spoil)
+            run = example_run(**fields)
+            mine: Any = (
+                differing_bits(run, rank, other) if other else compare(run, rank, ignored=ignored, spoil=spoil)
+            )
         except Exception:
             # The others may wait for this rank now: report and end the launch.
             results[name] = traceback.format_exc()

@@ -11,6 +11,7 @@ from parity_moe import DEEPSEEK
 FEATURES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "tp without sequence parallelism": {"tp": 2, "recipe": {"sequence_parallel": False}},
+    "tp beside matmuls": {"tp": 2, "recipe": {"overlap": {"tp": True}}},
     **{
         f"cp {method}": {"cp": 2, "recipe": {"cp_method": method}}
         for method in ("all_gather", "ring", "all_to_all")
@@ -42,6 +43,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"recipe": {"dropout": 0.1, "attention_kernel": "unfused"}},
     "compiled layers": {"recipe": {"compile": True}},
     "low precision": {"recipe": {"precision": "fp8-current", "emulate_precision": True}},
+    "weights gathered in fp8": {
+        "dp": 2,
+        "recipe": {"precision": "fp8-current", "emulate_precision": True, "gather_fp8": True},
+    },
     "Muon": {"recipe": {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "schedule": "constant"}}},
 }
 """What each needs to be said; `mlp`, `attention` and `window` are of all layers."""
@@ -65,7 +70,9 @@ def fields_of(names: frozenset[str]) -> dict[str, Any]:
     mlp: dict[str, Any] = {"kind": "dense", "d_ff": 48}
     if moe:
         mlp = {"kind": "moe", "num_experts": 8, "d_ff": 16, **DEEPSEEK}
-    if "HSDP" in names and not merged.get("recipe", {}).get("zero"):
+    has_stage = any(name.startswith("dp zero") for name in names)
+    zero = merged.get("recipe", {}).get("zero")
+    if ("HSDP" in names and not zero) or ("weights gathered in fp8" in names and not has_stage):
         merged.setdefault("recipe", {})["zero"] = 1
     layers = [{"repeat": 4, "pattern": [{"attention": attention, "mlp": mlp}]}]
     merged.setdefault("model", {})["layer_groups"] = layers
@@ -80,7 +87,7 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
     for key, value in more.items():
         if isinstance(value, dict):
             _merge(into.setdefault(key, {}), value)
-        elif key in ("tp", "cp", "pp", "vpp", "dp"):
+        elif key in ("tp", "cp", "pp", "vpp", "dp") and not isinstance(value, bool):
             if key == "vpp" and into.get(key, value) != value:
                 raise Clash(key)
             into[key] = max(into.get(key, 1), value)

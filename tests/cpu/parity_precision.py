@@ -7,6 +7,8 @@ layouts that cut some.
 
 from typing import Any
 
+from parity_pairs import fields_of
+
 PRECISIONS = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
 WIDE = {"d_model": 256}
 ATTENTION = {"num_heads": 4, "num_kv_heads": 4, "d_head": 64}
@@ -43,6 +45,31 @@ def moe(precision: str, recipe: dict[str, Any] | None = None, **fields: Any) -> 
     return case(precision, recipe, mlp=MOE, **fields)
 
 
+def gathered(fields: dict[str, Any], **recipe: Any) -> dict[str, Any]:
+    """The same, with weights that are gathered in few bits."""
+    return {**fields, "recipe": {**fields["recipe"], "zero": 3, "gather_fp8": True, **recipe}}
+
+
+ONE_HEAD = {**ATTENTION, "num_kv_heads": 1}
+"""Keys' and values' 64 rows are half a block, which shards cut again."""
+THREE = {**MOE, "num_experts": 3}
+"""Experts that two ranks can't share out one by one."""
+
+GATHERED_WITH: tuple[tuple[str, ...], ...] = (
+    ("pp 1f1b", "dp zero 3", "tied embeddings", "document mask", "fused loss"),
+    ("pp gpipe", "dp zero 2", "sliding window", "selective recompute", "loss in chunks"),
+    ("pp interleaved_1f1b", "Muon"),
+    ("pp breadth_first", "dp zero 3", "loss for balance"),
+    ("pp zb_h1", "dropout"),
+    ("pp dualpipe", "multi-token prediction"),
+    ("pp dualpipe_v", "dp zero 2", "full recompute"),
+    ("tp without sequence parallelism", "dp zero 3"),
+    ("cp ring", "dp zero 3"),
+    ("cp all_to_all", "selective recompute"),
+    ("tp", "ep beside shared experts", "capacity of experts"),
+)
+"""Features that meet weights gathered in few bits (`parity_pairs.py`)."""
+
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{precision: case(precision) for precision in PRECISIONS},
@@ -69,6 +96,16 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts, dp 2, nvfp4, zero 1": moe("nvfp4", {"zero": 1}, dp=2),
         "dp 2, zero 3": case("fp8-block", {"zero": 3}, dp=2),
         "dp 2, zero 2, full recompute": case("fp8-delayed", {"zero": 2, "recompute": "full"}, dp=2),
+        "gathered, dp 2, fp8-current": gathered(case("fp8-current", dp=2)),
+        "gathered, dp 2, fp8-delayed, zero 2": gathered(case("fp8-delayed", dp=2), zero=2),
+        "gathered, dp 2, cut blocks": gathered(case("fp8-block", attention=ONE_HEAD, dp=2)),
+        "gathered, dp 2, uneven shards": gathered(case("fp8-block", mlp={"d_ff": 129}, dp=2)),
+        "gathered once, dp 2, full recompute": gathered(
+            case("fp8-block", {"recompute": "full"}, dp=2), reshard_after_forward=False
+        ),
+        "gathered, cp 2": gathered(case("fp8-block", {"seq_len": 512}, cp=2)),
+        "gathered, experts, dp 2": gathered(moe("fp8-current", dp=2)),
+        "gathered, three experts, dp 2": gathered(case("fp8-block", mlp=THREE, dp=2)),
         "tp 2, full recompute": case("fp8-block", {"recompute": "full"}, tp=2),
         "tp 2, whole sequences": case("fp8-current", {"sequence_parallel": False}, tp=2),
         "cp 2, ring": case("fp8-block", {"cp_method": "ring", "seq_len": 512}, cp=2),
@@ -89,8 +126,29 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2, dp 2, zero 3": case("fp8-current", {"zero": 3}, tp=2, dp=2),
         "cp 2, dp 2, zero 2": case("fp8-delayed", {"zero": 2, "seq_len": 512}, cp=2, dp=2),
         "experts, tp 2, ep 2, pp 2": moe("fp8-current", tp=2, ep=2, pp=2),
+        "gathered, tp 2, dp 2": gathered(case("fp8-current", model={"mtp_depth": 1}, tp=2, dp=2)),
+        "gathered, pp 2, dp 2, zb_v": gathered(case("fp8-block", {"schedule": "zb_v"}, pp=2, vpp=2, dp=2)),
+        **{
+            f"gathered, {', '.join(names)}": fields_of(frozenset({"weights gathered in fp8", *names}))
+            for names in GATHERED_WITH
+        },
+        "gathered, HSDP": gathered(case("fp8-delayed", {"global_batch": 4}, dp=4), dp_replicate=2),
+        "gathered, latents, cp 2, dp 2": gathered(
+            case("fp8-block", {"seq_len": 512}, attention=MLA, cp=2, dp=2), zero=1
+        ),
+        "gathered, experts, tp 2, dp 2, ep 2": gathered(moe("fp8-delayed", tp=2, dp=2, ep=2), zero=1),
+        "gathered, experts, tp 2, dp 2, etp 2": gathered(moe("fp8-current", tp=2, dp=2, etp=2)),
     },
 }
+
+ALIKE: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    2: {
+        f"{precision}, zero {zero}": (gathered(moe(precision, dp=2), zero=zero), {"gather_fp8": False})
+        for precision, zero in (("fp8-current", 3), ("fp8-block", 3), ("fp8-delayed", 1))
+    }
+    | {"experts of one rank": (gathered(moe("fp8-block", dp=2, ep=2)), {"gather_fp8": False})},
+}
+"""Two steps in the run's own number formats that are those of another recipe, to the bit."""
 
 CUT: dict[int, dict[str, dict[str, Any]]] = {
     2: {

@@ -41,10 +41,14 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "dp 4, zero 1": {"dp": 4, "zero": 1},
     "dp 4, zero 2": {"dp": 4, "zero": 2},
     "dp 4, zero 3": {"dp": 4, "zero": 3},
+    "dp 4, zero 3, gathered in fp8": {"dp": 4, "zero": 3, "gather_fp8": True},
+    "dp 4, zero 3, gathered in fp8 once": {"dp": 4, "zero": 3, "gather_fp8": True, "reshard_after_forward": False},
+    "dp 4, zero 2, gathered in fp8": {"dp": 4, "zero": 2, "gather_fp8": True},
     "tp 4": {"tp": 4},
     "pp 4": {"pp": 4},
     "zb_h1": {"pp": 4, "schedule": "zb_h1"},
     "experts": {"mlp": MOE},
+    "ep 2, zero 3, gathered in fp8": {"mlp": MOE, "dp": 4, "ep": 2, "zero": 3, "gather_fp8": True},
     "ep 4": {"mlp": MOE, "dp": 4, "ep": 4},
     "latent attention": {"attention": MLA},
 }
@@ -109,6 +113,9 @@ CASES: dict[str, dict[str, Any]] = {
     "more words to come": {"dp": 4, "zero": 2, "mtp_depth": 1},
     **{f"fp8-block, {name}": {**BLOCK, **fields} for name, fields in IN_BLOCKS.items()},
     **{precision: {"precision": precision, "emulate_precision": True} for precision in OTHERS},
+    "tp 4, beside matmuls": {"tp": 4, "overlap": {"tp": True}},
+    "ep 4, zero 3, few bits": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3, **BLOCK},
+    "ep 4, zero 3, few bits gathered": {"mlp": MOE, "dp": 4, "ep": 4, "zero": 3, **BLOCK, "gather_fp8": True},
 }
 
 

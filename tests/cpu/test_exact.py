@@ -1,6 +1,6 @@
 """The planner's counts are those of the program, to the last integer; fake tensors count as real ones do.
 
-`make test` compares one in five of the random runs, `make exact` all of them. The controls change one operation of
+`make test` compares one in six of the random runs, `make exact` all of them. The controls change one operation of
 the planner, and leave one collective out of the trainer: what differs must be named.
 """
 
@@ -28,6 +28,7 @@ from trainwright.spec.run import Run
 from trainwright.train.dryrun.passes import extended
 from trainwright.train.dryrun.record import dry_run
 from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.precision.gathered import Agreement
 from trainwright.train.precision.largest import Current
 
 RUNS = tuple(drawn())
@@ -36,12 +37,38 @@ RUNS = tuple(drawn())
 @pytest.mark.parametrize("each", RUNS, ids=[str(each.number) for each in RUNS])
 def test_prediction_is_the_program(each: Any, request: pytest.FixtureRequest) -> None:
     if each.number % EVERY and not request.config.getoption("--all-cases"):
-        pytest.skip("one in five; make exact runs all")
+        pytest.skip("one in six; make exact runs all")
     assert differences(each) == [], each.text
 
 
 def small(**fields: Any) -> Run:
     return example_run(**fields).check()
+
+
+BESIDE: dict[str, Any] = {"overlap": {"tp": True}, "global_batch": 4}
+AGAIN = {"recompute": "selective", "recompute_ops": ["norm", "activation", "attention"]}
+MLA = exact_cases.MLA
+
+
+@pytest.mark.parametrize(
+    ("fields", "recipe"),
+    [
+        ({"tp": 2}, {}),
+        ({"tp": 4}, {"precision": "bf16", "micro_batch": 2, "recompute": "full"}),
+        ({"tp": 4, "attention": {"qkv_bias": True, "out_bias": True}, "mlp": {"bias": True}}, AGAIN),
+        ({"tp": 2, "pp": 2, "vpp": 2}, {"schedule": "zb_v", **AGAIN}),
+        ({"tp": 2, "attention": {**MLA, "q_lora_rank": None}, "model": {"mtp_depth": 1}}, {"loss_chunks": 3}),
+        ({"tp": 2, "dp": 2, "ep": 2, "mlp": exact_cases.MOE, "attention": MLA}, {"zero": 3}),
+    ],
+)
+def test_what_goes_round_beside_matmuls_is_the_program(fields: dict[str, Any], recipe: dict[str, Any]) -> None:
+    run = small(**fields, recipe={**BESIDE, **recipe})
+    recorded = dry_run(run, 0)
+    assert unequal(predicted_counts(run, 0), recorded) == []
+    # Not what the same run has without.
+    plain = predicted_counts(run.with_value("recipe.overlap.tp", value=False), 0)
+    differ = {each.cause.split(" of ")[0] for each in unequal(plain, recorded)}
+    assert differ >= {"tp send", "tp receive", "tp reduce_scatter"}
 
 
 def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +86,52 @@ def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pieces, "dense_operations", changed)
     causes = {each.cause for each in unequal(predicted_counts(run, 0), recorded)}
     assert causes == {"FLOPs of up, matmul, forward", "FLOPs of up, matmul, backward"}
+
+
+FEW_BITS = {"global_batch": 8, "seq_len": 32, "emulate_precision": True, "gather_fp8": True}
+EXPERTS = {"kind": "moe", "num_experts": 8, "top_k": 2, "d_ff": 16, "d_ff_shared": 32}
+GATHERED = {
+    "whole tensors": {"dp": 2, "tp": 2, "recipe": {**FEW_BITS, "precision": "fp8-current", "zero": 3}},
+    "blocks, HSDP": {
+        "dp": 4,
+        "recipe": {**FEW_BITS, "precision": "fp8-block", "zero": 3, "dp_replicate": 2, "recompute": "full"},
+    },
+    "experts, a history": {
+        **{"mlp": EXPERTS, "dp": 4, "ep": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-delayed", "zero": 3},
+    },
+    "experts' widths, once": {
+        **{"mlp": EXPERTS, "dp": 2, "tp": 2, "etp": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-current", "zero": 3, "reshard_after_forward": False},
+    },
+    "for a step, split backward": {
+        **{"pp": 2, "vpp": 2, "dp": 2},
+        "recipe": {**FEW_BITS, "precision": "fp8-block", "zero": 2, "schedule": "zb_v"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_in_few_bits_is_counted(name: str) -> None:
+    run = small(**GATHERED[name])
+    rank = run.layout.world - 1
+    predicted, recorded = predicted_counts(run, rank), dry_run(run, rank)
+    assert unequal(predicted, recorded) == []
+    gathered = {each.dtype for each in recorded.collectives if each.operation == "all_gather"}
+    assert "uint8" in gathered
+
+
+def test_blocks_that_are_not_agreed_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(self: Agreement) -> None:
+        for weight in self.weights:
+            weight.agreed(weight.own_amax())
+
+    run = small(**GATHERED["whole tensors"])
+    recorded = dry_run(run, 0)
+    monkeypatch.setattr(Agreement, "reach", alone)
+    found = {each.cause: each.recorded for each in unequal(recorded, dry_run(run, 0))}
+    numbers = 4 * 7 * 4
+    assert found == {f"{axis} all_reduce of {numbers} bytes float32, 2 ranks": 0 for axis in ("dp", "tp")}
 
 
 def test_a_dropped_collective_names_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def test_the_newest_state_that_hosts_hold_of_all_ranks_comes_back(
 ) -> None:
     step, from_peers = COMES_BACK[name]
     expected = {"step": step, "samples": 8 * step, "from_peers": from_peers}
-    assert seen[rank][name] == expected | {"guard": True, "same": True, "optimizer_step": True}
+    found = {"guard": True, "same": True, "optimizer_step": True, "same_next_loss": True}
+    assert seen[rank][name] == expected | found
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from launching import run_ranks
-from parity_cases import CASES, CONTROLS, part_of_cases
+from parity_cases import ALIKE, CASES, CONTROLS, part_of_cases
 
 BOUND = 1e-10
 CUT_LOSS, CUT_NORM = 1e-3, 1e-2
@@ -53,6 +53,13 @@ def test_equals_the_plain_model(world: int, case: str, all_cases: bool) -> None:
         assert errors["norm"] < CUT_NORM, errors
     else:
         assert max(errors.values()) < BOUND, errors
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in ALIKE for name in ALIKE[world]])
+def test_is_the_same_to_the_bit(world: int, name: str, all_cases: bool) -> None:
+    errors = results(world, all_cases)[name]
+    assert errors.pop("same step") == 0.0, "a step that moved nothing shows nothing"
+    assert max(errors.values()) == 0.0, errors
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,26 @@ def test_zero_3_gathers_each_layer_for_every_pass() -> None:
     ]
 
 
+def test_tensor_parallelism_goes_round_beside_matmuls() -> None:
+    """In the place of a gather or a scatter of two ranks each sends half to the other, beside the half that it
+    has. What is no matmul's stays as it is: the embedding's scatter and the loss's numbers."""
+    for rank in (0, 1):
+        mine = [each for each in results(2)["tp beside matmuls"].of(rank) if each.phase != "after backward"]
+        forward, backward = MICROBATCHES * (4 * LAYERS + 1), MICROBATCHES * (6 * LAYERS + 2)
+        assert counts(mine) == {
+            **{("forward", "tp", way): forward for way in ("send", "receive")},
+            **{("backward", "tp", way): backward for way in ("send", "receive")},
+            ("forward", "tp", "reduce_scatter"): MICROBATCHES,
+            ("forward", "tp", "all_gather"): MICROBATCHES,
+            ("backward", "tp", "all_gather"): MICROBATCHES,
+        }
+        round_ = [each for each in mine if each.operation in ("send", "receive")]
+        assert {each.bytes for each in round_} == {ACTIVATION_BYTES // 2}
+        assert all(each.beside for each in round_)
+        assert round_[0].where == "layers.0.attention.query"
+        assert round_[0].beside == ("forward of layers.0.attention.query",)
+
+
 def test_a_pipeline_sends_each_microbatch_over_each_edge() -> None:
     traffic = results(2)["pp tied"]
     for rank, pairs in ((0, {(0, 1), (1, 0)}), (1, {(0, 1), (1, 0)})):

@@ -27,6 +27,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "tp": {"tp": 2, "recipe": SMALL},
         "tp recomputed": {"tp": 2, "recipe": {**SMALL, "recompute": "full"}},
+        "tp beside matmuls": {"tp": 2, "recipe": {**SMALL, "overlap": {"tp": True}}},
         "tp without sequence parallelism": {"tp": 2, "recipe": {**SMALL, "sequence_parallel": False}},
         "dp": {"dp": 2, "recipe": SMALL},
         "dp bf16": {"dp": 2, "recipe": {**SMALL, "precision": "bf16"}},

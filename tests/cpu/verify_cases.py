@@ -32,7 +32,11 @@ CLEAN: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "tp x pp tied": {"tp": 2, "pp": 2, "model": TIED},
         "dp x pp interleaved zero 2": {"dp": 2, "pp": 2, "vpp": 2, "recipe": {"zero": 2, **INTERLEAVED}},
-        "tp x dp zero 3 recomputed": {"tp": 2, "dp": 2, "recipe": {"zero": 3, "recompute": "full"}},
+        "tp beside matmuls x dp zero 3 recomputed": {
+            "tp": 2,
+            "dp": 2,
+            "recipe": {"zero": 3, "recompute": "full", "overlap": {"tp": True}},
+        },
         "cp ring from 8 ranks, documents": {
             "cp": 4,
             "tp": 2,

@@ -3,7 +3,8 @@
 Recipes whose scale is the whole tensor's ask each time (fp8-current; nvfp4, whose transform gives the weight
 gradient's operands values of their own, so that there are two questions); fp8-delayed asks once a step for all
 layers together. Each question is an all-reduce of one number, a number for each expert of weights, over the axes
-that cut the tensor: nothing for a link, and all latency.
+that cut the tensor: nothing for a link, and all latency. Of weights that are gathered in few bits all blocks'
+largest values are agreed on once a step, and no question is left at a use.
 """
 
 from typing import NamedTuple
@@ -76,7 +77,7 @@ def agreements(
                 over_experts,
                 input=_asked(table, name, cut.input) * is_first,
                 gradient=_asked(table, name, cut.gradient),
-                weight=_asked(table, name, cut.weight),
+                weight=_asked(table, name, cut.weight) * ~gathers_codes(table),
                 ways=1 + bool(low.hadamard),
                 is_there=np.broadcast_to(np.asarray(there.rows, dtype=np.bool_), (len(table.columns),)),
                 there_under=there.under,
@@ -105,6 +106,11 @@ def _asked(table: Table, name: str, names: tuple[str, ...]) -> Ints:
     return np.where(is_inside, 0, 1)
 
 
+def gathers_codes(table: Table) -> NDArray[np.bool_]:
+    """Rows whose sharded weights are gathered in few bits."""
+    return (table.columns.zero >= 1) & (table.shards > 1) & table.recipe.gather_fp8
+
+
 def is_cast_by_use(table: Table, of_experts: bool) -> Ints:
     """Rows in which weights are cast at each use, as zero 3 gives back what it has gathered, 0 or 1."""
     shards = table.expert_shards if of_experts else table.shards
@@ -130,6 +136,23 @@ def history_seconds(table: Table, matmuls: float) -> Floats:
         return np.zeros(len(table.columns))
     message = np.full(len(table.columns), 3 * NUMBER_BYTES * matmuls)
     return sum((_line(table, axis).at(message) for axis in STEP_AXES), np.zeros(len(table.columns)))
+
+
+def blocks_seconds(
+    table: Table, low: Floats, low_experts: Floats, shards: Line, expert_shards: Line | None
+) -> Floats:
+    """Seconds in which ranks agree on the blocks' largest values of so many parameters that are gathered in few
+    bits, (kinds, rows): over the ranks that share them out, and those of tp or etp, which have other parts."""
+    recipe, c = table.recipe, table.columns
+    if not recipe.gather_fp8:
+        return np.zeros(len(c))
+    a_weight = NUMBER_BYTES * recipe.blocks_per_weight
+    seconds = shards.at(low * a_weight) + _line(table, "tp").at(low * a_weight)
+    if expert_shards is not None:
+        near = geometry.expert_members(table, np.ones_like(c.etp), c.etp)
+        etp = line(table.cluster, "all_reduce", c.etp, near, table.at_work)
+        seconds = seconds + expert_shards.at(low_experts * a_weight) + etp.at(low_experts * a_weight)
+    return np.where(gathers_codes(table), seconds, 0.0)
 
 
 def _line(table: Table, axis: Axis) -> Line:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.plan.agreement import ALONG_INPUT, OF_LATENTS, agreements
-from trainwright.plan.linear import NORM, casts, of, projection, quantized
+from trainwright.plan.linear import casts, normed, of, projection, quantized, statistic_bytes
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
@@ -35,11 +35,11 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
         widths = _widths(table, attention)
         # The three read the same input, which is saved once.
         projections = (
-            *projection(table, "query", table.model.d_model, widths.query, reads=FULL | NORM, again=FULL),
+            *projection(table, "query", table.model.d_model, widths.query, reads=FULL | normed(table), again=FULL),
             *projection(table, "key", table.model.d_model, widths.key, again=FULL, save_input=False),
             *projection(table, "value", table.model.d_model, widths.value, again=FULL, save_input=False),
         )
-        projections = (*projections, *_norms_over_heads(table, attention))
+        projections = (*projections, *_head_norms(table, attention, widths))
         rotated, queries_again, keys_again = widths.query + widths.key, FULL, FULL
         head_width = float(attention.d_head)
     else:
@@ -53,6 +53,8 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     dealt = _dealt(table, attention, inside)
     kept = _kept(table, table.tokens * widths.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
+    if table.recipe.attention_kernel == "unfused":
+        kept = (*kept, Saved(table.tokens * _copied_width(table, attention, dealt) * size, CORE | keys_again))
     # The projection reads the core's output, or, where that is wider than the values, what is cut out of it.
     is_cut, copied = bool(np.any(inside.out > widths.out)), keeps_copy(table)
     if is_cut and not copied:
@@ -74,19 +76,41 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     )
 
 
+def _copied_width(table: Table, attention: Attention, widths: _Widths) -> Floats:
+    """Of keys and values that batched matmuls of scores and values read, over what is there: a copy for each head
+    of queries, but of a single head of one sequence."""
+    if not isinstance(attention, GroupedQueryAttention):
+        return 0 * widths.key
+    dealt_to = table.columns.cp if table.recipe.cp_method == "all_to_all" else 1
+    heads = np.maximum(kv_heads(table, attention) / dealt_to, 1.0) * table.columns.micro_batch
+    return np.where(heads > 1, 2 * widths.query - widths.key - widths.value, 0.0)
+
+
 def keeps_copy(table: Table) -> bool:
     """Whether the output projection keeps a cast copy of what it reads, and not that itself."""
     return table.recipe.is_low_precision and not table.recipe.activations_fp8
 
 
-def _norms_over_heads(table: Table, attention: GroupedQueryAttention) -> tuple[Operation, ...]:
-    """A norm of queries and one of keys over all heads, of which a tp rank has some: a number per token is summed
-    for each, forward and backward; two where the mean is taken off."""
-    if attention.qk_norm != "all_heads":
+def _head_norms(table: Table, attention: GroupedQueryAttention, widths: _Widths) -> tuple[Operation, ...]:
+    """Norms of queries and of keys, over each head or over all: they keep what the projections gave, and a
+    statistic of each norm. Over all heads, of which a tp rank has some, a number per token is summed for each,
+    forward and backward; two where the mean is taken off."""
+    if attention.qk_norm == "none":
         return ()
+    size, wide = table.recipe.compute_bytes, max(table.recipe.compute_bytes, 4)
+    values = table.tokens * (widths.query + widths.key)
+    over_all = attention.qk_norm == "all_heads"
+    norms_per_token = 2.0 if over_all else (widths.query + widths.key) / attention.d_head
+    # Ranks that have taken the mean off keep what is left, and one number.
+    is_summed = (table.columns.tp > 1) & over_all
+    numbers = 2 if table.model.norm == "layernorm" else 1
+    statistics = np.where(is_summed, wide, numbers * statistic_bytes(table)) * table.tokens * norms_per_token
+    saved = (Saved(values * size, FULL), Saved(statistics, FULL, is_statistic=True))
+    norms = Elementwise("head norm", 2 * values * size, 3 * values * size, saved, FULL, kernels=2)
+    if not over_all:
+        return (norms,)
     sums: tuple[CollectiveOp, ...] = ("all_reduce",) * (4 if table.model.norm == "layernorm" else 2)
-    message = max(table.recipe.compute_bytes, 4) * table.tokens
-    return (Collective("norms over heads", "tp", sums, sums, message, FULL, is_precise=True),)
+    return (norms, Collective("norms over heads", "tp", sums, sums, wide * table.tokens, FULL, is_precise=True))
 
 
 def _inside(table: Table, attention: Attention, widths: _Widths) -> _Widths:
@@ -121,7 +145,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     """Down and up projections of MLA; the down ones are computed by every tp rank alike."""
     heads, d_model = attention.num_heads / table.columns.tp, table.model.d_model
     query, value = heads * (attention.d_nope + attention.d_rope), heads * attention.d_value
-    reads = FULL | NORM
+    reads = FULL | normed(table)
     if attention.q_lora_rank is None:
         made = projection(table, "q", d_model, query, reads=reads, again=FULL)
     else:
@@ -166,7 +190,7 @@ def _core(
     # Where the projection keeps a copy of its own of what it reads, the core's output goes with the core.
     has_copy = is_cut or keeps_copy(table)
     out = Saved(out_bytes, CORE if has_copy else FULL)
-    if recipe.cp_method == "all_to_all" and not has_copy:
+    if fused and recipe.cp_method == "all_to_all" and not has_copy:
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
     if fused:
@@ -180,13 +204,13 @@ def _core(
         "softmax",
         (2 * size + (2 * size + 1) * dropped) * scores,
         (3 * size + (2 * size + 1) * dropped) * scores,
-        (Saved((size + (size + 1) * dropped) * scores, CORE),),
+        (Saved((1 + dropped) * size * scores, CORE), Saved(dropped * scores, CORE)),
         CORE,
     )
     score_flops = 2 * table.tokens * keys * heads * _score_width(attention)
-    core = AttentionCore(
-        "attention", flops, head_width, (*kept, out), CORE, is_fused=False, scores_flops=score_flops
-    )
+    # Weights and values are all that the backward of plain matmuls reads: the output is the projection's.
+    read = kept if has_copy else (*kept, out)
+    core = AttentionCore("attention", flops, head_width, read, CORE, is_fused=False, scores_flops=score_flops)
     return (core, softmax)
 
 

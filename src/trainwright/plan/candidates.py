@@ -192,7 +192,7 @@ def _planes(question: Question) -> Iterator[Plane]:
     """Degrees of tp, cp, pp and dp whose product is the number of devices."""
     recipe, model = question.recipe, question.model
     for tp in _allowed(question, "tp", _tp_degrees(question)):
-        if model.is_moe and tp > 1 and not recipe.sequence_parallel:
+        if (model.is_moe or recipe.overlap.tp) and tp > 1 and not recipe.sequence_parallel:
             continue
         for cp in _allowed(question, "cp", _divisors(question.devices // tp)):
             cut = recipe.sequence_cut(tp, cp)

@@ -215,7 +215,8 @@ def _uncut(table: Table, layer: LayerSpec | None) -> float:
 
 def _weight_bytes(table: Table, piece: Piece) -> Floats:
     """Bytes that the weight gradients of a piece read: every matmul's input once, in the format that it reads, and
-    its output's gradient, which is cast when it is read; before it waits where activations wait in the low format."""
+    its output's gradient, which is cast when it is read (before it waits, where activations wait in the low
+    format)."""
     recipe, total = table.recipe, np.zeros(1)
     for each in piece.operations:
         if not isinstance(each, Matmul):

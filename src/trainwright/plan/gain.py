@@ -145,8 +145,11 @@ def _gathers(question: Question, plan: Prediction, low: Evaluation) -> Gathers |
     recipe, layout = plan.recipe, plan.layout
     if recipe.gather_fp8 or not recipe.zero or layout.dp * layout.cp == recipe.dp_replicate:
         return None
+    low_precision = recipe.low_precision
+    if low_precision is None or low_precision.format != "fp8" or not low_precision.has_one_cast_of_weights:
+        return None  # What `train` gathers so.
     cast = _evaluation(question, plan, recipe.changed(gather_fp8=True))
     params, low_params = low.rank_params(0)
     plain_bytes = params * recipe.compute_bytes
-    low_bytes = plain_bytes - low_params * (recipe.compute_bytes - recipe.weight_bytes)
+    low_bytes = plain_bytes - low_params * (recipe.compute_bytes - recipe.code_bytes)
     return Gathers(plain_bytes=plain_bytes, low_bytes=low_bytes, step_s=cast.step_s(0))

@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from trainwright.plan.agreement import ALONG_OUTPUT, Again, Cut, agreements
 from trainwright.plan.operations import Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
+from trainwright.spec.cluster import CollectiveOp
 
 NORM = marks("norm")
 ACTIVATION = marks("activation")
+
+EMBEDDING = "embedding"
+"""Leaves a lookup, which is no matmul."""
 
 WIDE_BYTES = {"bf16": 2, "fp32": 4}
 """Of a value in an emulated product."""
@@ -38,17 +42,28 @@ def of(table: Table, value: float) -> Floats:
     return np.full(len(table.columns), float(value))
 
 
+def normed(table: Table) -> int:
+    """Marks under which what a branch reads is made again by its norm: none where its norms stand behind it."""
+    return 0 if table.model.norm_placement == "post" else NORM
+
+
 def norm(table: Table, again: int = 0) -> Elementwise:
     """A norm of the residual stream: keeps its input, and a statistic per token in fp32 at least."""
     residual_bytes = table.residual_tokens * table.model.d_model * table.recipe.compute_bytes
     # LayerNorm keeps a mean too.
     numbers = 2 if table.model.norm == "layernorm" else 1
-    statistic_bytes = numbers * max(table.recipe.compute_bytes, 4) * table.residual_tokens
+    statistics = numbers * statistic_bytes(table) * table.residual_tokens
     saved = (
         Saved(residual_bytes, again & ~NORM),
-        Saved(statistic_bytes, again & ~NORM, is_statistic=True),
+        Saved(statistics, again & ~NORM, is_statistic=True),
     )
     return Elementwise("norm", 2 * residual_bytes, 3 * residual_bytes, saved, again)
+
+
+def statistic_bytes(table: Table) -> int:
+    """Of a number that a norm keeps: fp32 at least, but of a CPU's LayerNorm the format of its input."""
+    size = table.recipe.compute_bytes
+    return size if table.model.norm == "layernorm" and table.cluster.device.kind == "cpu" else max(size, 4)
 
 
 def residual(table: Table, again: int = 0) -> Elementwise:
@@ -91,8 +106,7 @@ def projection(
 def input_again(table: Table, whole: int) -> Again:
     """Where backward has the normed input of a block: gathered, or made by its norm; not if the whole block is
     recomputed, under these marks."""
-    under = 0 if table.model.norm_placement == "post" else NORM
-    return Again(is_gathered_again(table), under, whole)
+    return Again(is_gathered_again(table), normed(table), whole)
 
 
 def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool) -> tuple[Saved, ...]:
@@ -166,12 +180,14 @@ def entry(table: Table, where: str, again: int = 0, *, keeps: int | None = None)
     """Into a tensor-parallel region. With sequence parallelism the input is gathered, in backward once more
     for the weight gradient, and its gradient is reduce-scattered; without, its gradient is all-reduced. keeps: the
     marks under which it needn't be gathered once more, those of `again` unless said otherwise."""
-    message = table.tokens * table.model.d_model * table.recipe.compute_bytes
+    message, goes_round = table.tokens * table.model.d_model * table.recipe.compute_bytes, table.recipe.overlap.tp
     if table.recipe.sequence_parallel:
-        gather = Collective(f"{where} in", "tp", ("all_gather",), ("reduce_scatter",), message, again)
+        ways: tuple[tuple[CollectiveOp, ...], ...] = (("all_gather",), ("reduce_scatter",))
+        gather = Collective(f"{where} in", "tp", *ways, message, again, goes_round=goes_round)
         # Of a block that is recomputed whole the gathered input is there for the weight gradients too.
+        absent = again if keeps is None else keeps
         once_more = Collective(
-            f"{where} in once more", "tp", (), ("all_gather",), message, absent=again if keeps is None else keeps
+            f"{where} in once more", "tp", (), ("all_gather",), message, absent=absent, goes_round=goes_round
         )
         return (gather, once_more, _reorder(table, message, forward=1, backward=2))
     return (Collective(f"{where} in", "tp", (), ("all_reduce",), message, again),)
@@ -189,7 +205,7 @@ def leave(
 ) -> tuple[Operation, ...]:
     """Out of a tensor-parallel region: partial sums are added up. ends: what `ending` says, where it stands at
     one."""
-    last = ends or {}
+    last = {"goes_round": table.recipe.overlap.tp and where != EMBEDDING, **(ends or {})}
     message = table.tokens * table.model.d_model * table.recipe.compute_bytes
     if table.recipe.sequence_parallel:
         scatter = Collective(f"{where} out", "tp", ("reduce_scatter",), ("all_gather",), message, again, **last)

@@ -38,7 +38,7 @@ import numpy as np
 
 from trainwright.plan.assembly import Moments, Shape
 from trainwright.plan.table import Floats, Ints, Table
-from trainwright.plan.transients import END, LAST_LAYER, Held, largest, times_of, weight_bytes
+from trainwright.plan.transients import END, LAST_LAYER, Held, largest, times_of
 from trainwright.spec.ledger import BytesCause
 
 
@@ -122,10 +122,18 @@ def _given_back(table: Table, held: Held, at: Moments) -> Floats:
     rows = (table.columns.zero >= 1) & (table.columns.zero < 3) & (table.shards > 1) & (count <= 2)
     if not rows.any():
         return np.zeros(1)
-    each = weight_bytes(table, held.params + held.expert_params, low)
+    each = _copies(table, held.params + held.expert_params, low)
     second = at.running * (at.grown > 0)
     ending = np.where(count == 1, held.of_rows(at.running @ each), held.of_rows(second @ each))
     return np.where(rows, ending, 0.0)
+
+
+def _copies(table: Table, params: Floats, low: Floats) -> Floats:
+    """Bytes of weights that are gathered for a step, and of casts that came in their place."""
+    recipe = table.recipe
+    if not recipe.gather_fp8:
+        return params * recipe.compute_bytes
+    return (params - low) * recipe.compute_bytes + 2 * low * recipe.weight_bytes
 
 
 def _states(table: Table, params: Floats, low: Floats, shards: Ints, around: Floats) -> dict[BytesCause, Floats]:
@@ -143,7 +151,10 @@ def _states(table: Table, params: Floats, low: Floats, shards: Ints, around: Flo
     # Without anything to shard, zero 3 keeps the compute copy too: gathering from one rank is a cast. Where
     # masters are away, it keeps its shard of the copy.
     shard = (held if recipe.gather_fp8 else plain) / shards if away else 0.0
-    kept = np.where(is_cut, shard, held * ((size < master) | away))
+    # Casts of what is gathered are made at each use; of what one rank has alone they are held, but codes that are
+    # gathered, which serve as one of them.
+    alone = np.where(shards > 1, 0.0, casts / (2 if recipe.gather_fp8 else 1))
+    kept = np.where(is_cut, shard + alone, held * ((size < master) | away))
     copy = np.where(zero == 3, kept, held * needs_copy)
     cut = np.where(zero >= 1, shards, 1)
     moments: Floats | float = 2 * recipe.moment_bytes

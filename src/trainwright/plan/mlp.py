@@ -15,12 +15,12 @@ import numpy as np
 from trainwright.plan.agreement import ALONG_INPUT, OF_EXPERTS, OUT_OF_EXPERTS, agreements
 from trainwright.plan.linear import (
     ACTIVATION,
-    NORM,
     casts,
     ending,
     entry,
     is_gathered_again,
     leave,
+    normed,
     of,
     projection,
     quantized,
@@ -48,14 +48,14 @@ def dense_operations(
         f"{of_shared}up",
         d_model,
         width,
-        reads=FULL | NORM,
+        reads=FULL | normed(table),
         again=whole,
         save_input=first,
         cast_input=True,
         whole=whole if first else FULL,
     )
     if not first and table.recipe.is_low_precision:
-        copy = quantized(table, table.tokens, d_model, whole | NORM)
+        copy = quantized(table, table.tokens, d_model, whole | normed(table))
         copy = copy._replace(bytes=np.where(is_gathered_again(table), 0.0, copy.bytes))
         up = (*up[:-1], replace(up[-1], saved=(copy,), shares_input=False))
     gate = (
@@ -106,7 +106,10 @@ def moe_operations(table: Table, mlp: MoeMlp) -> tuple[Operation, ...]:
         tokens,
         of(table, d_model),
         of(table, mlp.num_experts),
-        (Saved(tokens * d_model * size, FULL | NORM), Saved(tokens * mlp.num_experts * max(size, 4), MOE)),
+        (
+            Saved(tokens * d_model * size, FULL | normed(table)),
+            Saved(tokens * mlp.num_experts * max(size, 4), MOE),
+        ),
         MOE,
         in_low_precision=False,
     )

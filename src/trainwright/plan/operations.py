@@ -154,6 +154,8 @@ class Collective:
     """Messages of that size."""
     is_precise: bool = False
     """In fp32 at least, as statistics are."""
+    goes_round: bool = False
+    """In parts, from rank to rank, beside the matmuls that it feeds or that feed it."""
     ends_under: int = 0
     again_anew: int = 0
     """As of `Matmul`."""

@@ -8,6 +8,7 @@ from trainwright.plan.agreement import Cut, agreements
 from trainwright.plan.attention import attention_operations, attention_params
 from trainwright.plan.casting import backward_bytes
 from trainwright.plan.linear import (
+    EMBEDDING,
     accumulation,
     casts,
     entry,
@@ -39,7 +40,8 @@ def layer_piece(table: Table, layer: LayerSpec) -> Piece:
         *attention_operations(table, layer),
         *leave(table, "attention", FULL),
         added,
-        normed,
+        # A parallel branch's norm reads what the other one has kept.
+        replace(normed, saved=normed.saved[1:]) if table.model.parallel_residual else normed,
         *inner,
         added,
         *(normed,) * (table.model.norms_per_layer - 2),
@@ -94,7 +96,7 @@ def embedding_piece(table: Table) -> Piece:
     ids = 8 * table.tokens
     lookup = Elementwise("embedding", 2 * out_bytes, 2 * out_bytes, (Saved(ids),))
     params = np.ceil(model.vocab_size / tp) * model.d_model + model.learned_positions * model.d_model
-    operations = (lookup, *leave(table, "embedding"), accumulation(table, params))
+    operations = (lookup, *leave(table, EMBEDDING), accumulation(table, params))
     return Piece(operations, params, ids, 0 * out_bytes)
 
 
@@ -211,7 +213,7 @@ def mtp_piece(table: Table) -> Piece:
     # Where sequences are cut, each rank has other positions.
     tokens = ("cp", "tp") if table.recipe.sequence_parallel else ("cp",)
     asked = agreements(table, join, Cut(tokens, (), tokens))
-    into = (lookup, *leave(table, "embedding"), hidden, norm(table), *asked, *casts(table, join), join)
+    into = (lookup, *leave(table, EMBEDDING), hidden, norm(table), *asked, *casts(table, join), join)
     operations = (*into, *layer.operations, *loss)
     return Piece(
         (*operations, accumulation(table, own)),

@@ -3,8 +3,8 @@
 zero 0 all-reduces gradients once; 1 reduce-scatters them and gathers parameters once; 2 reduce-scatters at every
 microbatch, or, of ranks with several chunks, when a round of microbatches has gone through one; 3 gathers at every
 forward, again at every backward where it reshards, and reduce-scatters there. HSDP all-reduces the shards over its
-replicas once. Experts do the same among the ranks that hold the same ones. The rank that is fullest counts: the
-others wait for it.
+replicas once. Experts do the same among the ranks that hold the same ones. Weights that are gathered in few bits
+are codes, whose scales ranks agree on once a step. The rank that is fullest counts: the others wait for it.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainwright.plan import geometry, rates
+from trainwright.plan.agreement import blocks_seconds
 from trainwright.plan.collectives import Line, line
 from trainwright.plan.table import SCHEDULE, Floats, Ints, Table
 from trainwright.spec.cluster import CollectiveOp
@@ -112,7 +113,7 @@ class Sharing:
         recipe = table.recipe
         weights = params * recipe.compute_bytes
         if recipe.gather_fp8:
-            weights = (params - low) * recipe.compute_bytes + low * recipe.weight_bytes
+            weights = (params - low) * recipe.compute_bytes + low * recipe.code_bytes
         gradient_bytes = params * recipe.gradient_bytes
         buckets = np.maximum(np.ceil(gradient_bytes / BUCKET_BYTES), 1)
 
@@ -149,7 +150,9 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     if recipe.overlap.dp:
         window = (ranks.forward_s + ranks.backward_s) * count
         once = once - np.minimum(once * overlap.dp, window)
-    once = once + _own_seconds(table, ranks, dense.shards)
+    of_experts = None if experts is None else experts.all_reduce
+    agreed = blocks_seconds(table, ranks.low_params, ranks.low_expert_params, dense.all_reduce, of_experts)
+    once = once + _own_seconds(table, ranks, dense.shards) + agreed
     in_turn_s = table.cluster.rates.serial_gather_s
     if in_turn_s:
         once = once + np.where((zero == 1) & (dense.shards > 1), dense.shards * in_turn_s, 0.0)
@@ -162,7 +165,7 @@ def dp_seconds(table: Table, ranks: Ranks, dense: Sharing, experts: Sharing | No
     again = gather * table.columns.reshard[sharded]
     power = overlap.fsdp_norm if recipe.overlap.dp else 1.0
     every = _beside(forward, gather, power) + _beside(backward, again + scatter, power)
-    own = _own_seconds(table, ranks, dense.shards)[:, sharded]
+    own = (_own_seconds(table, ranks, dense.shards) + agreed)[:, sharded]
     once[:, sharded] = passes(table)[sharded] * every + between + own
     return once
 
@@ -231,7 +234,7 @@ def optimizer_seconds(table: Table, ranks: Ranks) -> Floats:
 def weight_cast_seconds(table: Table, ranks: Ranks) -> Floats:
     """Seconds of casting weights for low-precision matmuls in a step, (kinds, rows): once, in both orientations,
     where they stay gathered; with zero 3 at each use, each time in one. Of weights that are gathered cast the rank
-    casts its shard alone."""
+    casts its shard alone, for each gather, and transposes what it holds."""
     recipe, zero = table.recipe, table.columns.zero
     if not recipe.is_low_precision:
         return np.zeros((1, 1))
@@ -239,8 +242,11 @@ def weight_cast_seconds(table: Table, ranks: Ranks) -> Floats:
 
     def traffic(low: Floats, shards: Ints) -> Floats:
         by_use = (zero == 3) & (shards > 1)
-        moved = np.where(by_use, 2 * passes(table) * (read + written), read + 2 * written)
-        return low * moved / (np.where(zero >= 1, shards, 1) if recipe.gather_fp8 else 1)
+        if not recipe.gather_fp8:
+            return low * np.where(by_use, 2 * passes(table) * (read + written), read + 2 * written)
+        casts = np.where(by_use, passes(table) * (1 + table.columns.reshard), 1)
+        own = casts * (read + written) / np.where(zero >= 1, shards, 1)
+        return low * (own + np.where(by_use, 0, 2 * written))
 
     moved = traffic(ranks.low_params, table.shards)
     if table.model.is_moe:

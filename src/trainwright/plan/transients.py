@@ -142,14 +142,14 @@ class Passing:
         if not self.gathers.any():
             return np.zeros(1)
         held, layers = self.held, self._layers
-        each = weight_bytes(self.table, held.params[layers:], held.low_params[layers:])
+        each = gathered_bytes(self.table, held.params[layers:], held.low_params[layers:])
         return np.where(self.gathers, held.of_rows(self.at.there[:, layers:] @ each), 0.0)
 
     def _gathered(self) -> tuple[Floats, Floats]:
         """A layer and its experts, each a unit by itself, (pieces, rows)."""
         held, layers = self.held, self._layers
-        layer = weight_bytes(self.table, held.params[:layers], held.low_params[:layers])
-        experts = weight_bytes(self.table, held.expert_params[:layers], held.low_expert_params[:layers])
+        layer = gathered_bytes(self.table, held.params[:layers], held.low_params[:layers])
+        experts = gathered_bytes(self.table, held.expert_params[:layers], held.low_expert_params[:layers])
         return held.of_rows(layer), held.of_rows(experts)
 
     @property
@@ -330,13 +330,12 @@ class Passing:
         return found
 
 
-def weight_bytes(table: Table, params: Floats, low: Floats) -> Floats:
-    """Bytes of gathered weights, `low` of which low-precision matmuls read: those in both orientations where they
-    are gathered cast."""
+def gathered_bytes(table: Table, params: Floats, low: Floats) -> Floats:
+    """Bytes of weights as they are gathered, `low` of which low-precision matmuls read."""
     recipe = table.recipe
     if not recipe.gather_fp8:
         return params * recipe.compute_bytes
-    return (params - low) * recipe.compute_bytes + 2 * low * recipe.weight_bytes
+    return (params - low) * recipe.compute_bytes + low * recipe.code_bytes
 
 
 def largest(values: Floats, counts: Floats) -> Floats:

@@ -72,13 +72,14 @@ Tensors = Literal[
     "scores of experts",
     "logits",
     "gradients of the loss",
+    "dropout's masks",
     "numbers of tokens",
     "gathered parameters",
     "other",
 ]
 """What is kept from forward to backward, as planner and program both name it. `normed` has the norm's statistics;
-attention's core has queries, keys, values, the output and its statistics; quantized is what weight gradients of
-low-precision matmuls read. Left out of comparison
+attention's core has queries and keys (before and behind norms of their own), values, the output and its
+statistics; quantized is what weight gradients of low-precision matmuls read. Left out of comparison
 (`spec/left_out.py`): numbers of tokens; and gathered parameters, which are no activations."""
 
 

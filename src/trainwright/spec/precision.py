@@ -94,6 +94,11 @@ class LowPrecision(NamedTuple):
     """Gradients are rounded up or down by chance, so that the mean is right."""
 
     @property
+    def has_one_cast_of_weights(self) -> bool:
+        """Whether a weight's values and scales are the same for both products that read it."""
+        return self.weight.along == self.weight.across
+
+    @property
     def text(self) -> str:
         """How its numbers are made, in words."""
         parts = [f"{self.activation.scale} scales"]

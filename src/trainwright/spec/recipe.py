@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Positive, Probability, Sequence
 from trainwright.spec.cluster import AttentionKernel, ClusterSpec, Device, Format
 from trainwright.spec.errors import reject
-from trainwright.spec.precision import LOW_PRECISION, LowPrecision
+from trainwright.spec.precision import LOW_PRECISION, VALUE_BYTES, LowPrecision
 
 Precision = Literal[
     "fp32", "bf16", "fp16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp64"
@@ -64,7 +64,9 @@ class Overlap(Noun):
     pp: bool = True
     """Sends between stages run beside compute."""
     tp: bool = False
-    """Collectives of tp run in pieces beside the matmuls that they feed (asynchronous tensor parallelism)."""
+    """What sequence-parallel tp gathers and scatters goes round in parts, beside the matmuls that it feeds or that
+    feed it (asynchronous tensor parallelism); with tp=1 there is none. Of the embedding, and of a loss in chunks,
+    collectives stay whole."""
     ep: bool = False
     """Expert dispatch runs beside compute. `train` hides it behind the shared experts (Megatron-Core's
     moe_shared_expert_overlap); programs that rates were fitted to also behind another microbatch (dual-batch
@@ -195,6 +197,13 @@ class Recipe(Noun):
         for field in ("emulate_precision", "precision_fallback", "gather_fp8", "dispatch_fp8", "activations_fp8"):
             if getattr(self, field) and not self.is_low_precision:
                 reject(field, True, f"needs an fp8 or fp4 precision, not {self.precision}")
+        low = self.low_precision
+        if self.gather_fp8 and low is not None and not low.has_one_cast_of_weights:
+            why = (
+                f"needs weights that are cast once for both products, and {self.precision} casts them along each "
+                "dim, more bytes than bf16 has; set it to false"
+            )
+            reject("gather_fp8", True, why)
         for field, is_read in (
             ("amax_history_steps", bool(self.low_precision and self.low_precision.amax_history)),
             ("precision_report_steps", self.is_low_precision),
@@ -264,6 +273,21 @@ class Recipe(Noun):
         """The same of a weight."""
         low = self.low_precision
         return self.compute_bytes if low is None else low.weight.value_bytes
+
+    @property
+    def code_bytes(self) -> float:
+        """The same of its value alone."""
+        low = self.low_precision
+        return self.compute_bytes if low is None else VALUE_BYTES[low.weight.values]
+
+    @property
+    def blocks_per_weight(self) -> float:
+        """Blocks with a scale of their own, a weight that low-precision matmuls read; 0 where whole tensors have
+        one."""
+        low = self.low_precision
+        if low is None or low.weight.along is None:
+            return 0.0
+        return 1 / (low.weight.along * (low.weight.across or 1))
 
     @property
     def master_bytes(self) -> int:

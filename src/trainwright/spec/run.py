@@ -173,6 +173,9 @@ class Run(Noun):
                     reject("layout.tp", layout.tp, f"must divide d_ff_shared={layer.mlp.d_ff_shared}")
         if layout.tp > vocab:
             reject("layout.tp", layout.tp, f"must be at most vocab_size={vocab}")
+        if self.recipe.overlap.tp and layout.tp > 1 and not self.recipe.sequence_parallel:
+            why = "is of what sequence parallelism gathers and scatters; set recipe.sequence_parallel=true"
+            reject("recipe.overlap.tp", True, f"{why}, or this to false")
         if self.model.is_moe and layout.tp > 1 and not self.recipe.sequence_parallel:
             reject(
                 "recipe.sequence_parallel",

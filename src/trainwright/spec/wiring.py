@@ -210,7 +210,7 @@ def _carries(run: Run, axis: GroupAxis, axes: Iterable[GroupAxis]) -> str:
         return "its gradients travel over dp shard" + (" and dp replicate" if "dp_replicate" in axes else "")
     reduced = f"{'of all but experts, ' * run.model.is_moe}{_reduced(recipe)}"
     words: dict[GroupAxis, str] = {
-        "tp": TP_CARRIES[recipe.sequence_parallel],
+        "tp": TP_CARRIES[recipe.sequence_parallel] + IN_PARTS * recipe.overlap.tp,
         "cp": CP_CARRIES[recipe.cp_method],
         "pp": _pipeline_carries(run),
         "dp": reduced,
@@ -250,6 +250,7 @@ TP_CARRIES = {
     True: f"{LAYER}: all-gather into attention and MLP, reduce-scatter out of them, both again in backward",
     False: f"{LAYER}: all-reduce after attention and MLP, and of their inputs' gradients in backward",
 }
+IN_PARTS = "; each in parts, sent round the ring beside the matmuls"
 CP_CARRIES = {
     "all_gather": f"{LAYER}: all-gather of keys and values, again in backward; reduce-scatter of their gradients",
     "ring": f"{LAYER}: sends of keys and values round the ring, in backward with their gradients",

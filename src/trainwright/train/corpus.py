@@ -7,6 +7,7 @@ build that is interrupted leaves nothing that looks finished.
 """
 
 import hashlib
+import os
 import shutil
 import sysconfig
 import tempfile
@@ -77,10 +78,13 @@ def build_corpus(cache: Path, vocab_size: int = 4096, on_progress: Progress = la
 
 def _texts(root: Path) -> Iterator[str]:
     """Source files below `root` in sorted order, up to `MAX_BYTES`; undecodable ones are left out."""
+    paths: list[Path] = []
+    for directory, below, names in os.walk(root):
+        # What is skipped isn't walked: installed packages are most of an environment's files.
+        below[:] = [name for name in below if name not in SKIPPED]
+        paths += (Path(directory, name) for name in names if name.endswith(".py"))
     taken = 0
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED.intersection(path.relative_to(root).parts):
-            continue
+    for path in sorted(paths):
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):

@@ -26,10 +26,8 @@ TRAINED_CHOICES = {
     "cuda_graphs": "none",
     "dispatch": "all_to_all",
     "dispatch_fp8": False,
-    "gather_fp8": False,
     "activations_fp8": False,
     "optimizer.offload": False,
-    "overlap.tp": False,
 }
 """Fields of the recipe of which one value is trained: what the trainer does, or that it doesn't do a thing. A test
 holds all fields of the recipe against this file, so that none is let through and ignored."""
@@ -65,6 +63,8 @@ def require_trainable(run: Run) -> None:
     if layout.cp > 1 and recipe.cp_method != "all_to_all" and recipe.attention_kernel == "unfused":
         why = "adds up parts of flash attention; use all_to_all, or attention_kernel=flash"
         reject("recipe.cp_method", recipe.cp_method, why)
+    if recipe.overlap.tp and layout.tp > 1:
+        _require_plain_matmuls(recipe)
     if recipe.overlap.ep and not any(
         isinstance(layer.mlp, MoeMlp) and layer.mlp.d_ff_shared for layer in run.model.layer_counts()
     ):
@@ -78,6 +78,8 @@ def require_trainable(run: Run) -> None:
             why = f"is not trained yet with zero={recipe.zero}, which sums shards in fp32; use fp32 or zero=0"
             reject("recipe.gradient_format", "bf16", why)
     _require_moments(recipe)
+    if recipe.gather_fp8:
+        _require_gathered_codes(run)
     makes_up = recipe.recompute == "selective" and "latent_up" in recipe.recompute_ops
     if makes_up and layout.cp > 1 and recipe.cp_method == "all_to_all":
         why = "gives up nothing with latent_up, as attention keeps the heads that came; use all_gather or ring"
@@ -104,6 +106,34 @@ def require_recordable(
     if run.cluster.device.kind == "cpu":
         why = "PyTorch records allocations of GPUs alone, and this run's devices are CPUs; leave it out"
         reject("--memory-snapshot", str(snapshot), why)
+
+
+def _require_gathered_codes(run: Run) -> None:
+    layout, recipe, low = run.layout, run.recipe, run.recipe.low_precision
+    assert low is not None
+    if not recipe.zero or layout.dp * layout.cp == recipe.dp_replicate:
+        shards = layout.dp * layout.cp // recipe.dp_replicate
+        nothing = f"with zero={recipe.zero} over {shards} rank(s) none is"
+        why = f"is of parameters that are sharded, and {nothing}; set it to false"
+        reject("recipe.gather_fp8", True, why)
+    if low.weight.values == "e2m1":
+        two = f"precision={recipe.precision}, two of whose values share a byte"
+        why = f"is not trained yet with {two}; set it to false"
+        reject("recipe.gather_fp8", True, why)
+    if recipe.precision_fallback:
+        why = "leaves no weights in bf16 for layers that fall back; set it or precision_fallback to false"
+        reject("recipe.gather_fp8", True, why)
+
+
+def _require_plain_matmuls(recipe: Recipe) -> None:
+    """Of blocks whose matmuls run in parts (`train/parallel/collective_matmul.py`)."""
+    for field, value, is_other in (
+        ("precision", recipe.precision, recipe.is_low_precision),
+        ("compile", True, recipe.compile),
+    ):
+        if is_other:
+            why = f"is not trained yet with recipe.{field}={str(value).lower()}, whose matmuls stay whole"
+            reject("recipe.overlap.tp", True, f"{why}; set it to false")
 
 
 def _require_moments(recipe: Recipe) -> None:

@@ -29,6 +29,7 @@ from trainwright.train.model.transformer import Transformer
 from trainwright.train.optimizer import clip, optimizer_of, squared_norm
 from trainwright.train.parallel.balance import Balance
 from trainwright.train.parallel.choices import apply_choices
+from trainwright.train.parallel.collective_matmul import CrossingInParts
 from trainwright.train.parallel.context import apply_context_parallel
 from trainwright.train.parallel.crossing import Crossing
 from trainwright.train.parallel.dispatch import apply_expert_parallel
@@ -198,9 +199,8 @@ def parallelize(
     if layout.tp > 1:
         group, submesh = mesh.groups["tp"], mesh.submesh("tp")
         vocabulary = VocabularyPart(vocabulary_start(spec.vocab_size, submesh), group, clock)
-        crossing = (compiled.CrossingBetweenGraphs if compiled else Crossing)(
-            group, clock, recipe.sequence_parallel
-        )
+        kind = CrossingInParts if recipe.overlap.tp else compiled.CrossingBetweenGraphs if compiled else Crossing
+        crossing = kind(group, clock, recipe.sequence_parallel)
         loss = replace(loss, part=vocabulary, edge=crossing)
         for piece in pieces:
             apply_tensor_parallel(piece, submesh, crossing, recomputed_blocks(piece, recipe))
@@ -271,6 +271,7 @@ def parallelize(
             fill,
             reshard=reshard,
             splits_backward=schedule.splits_backward,
+            in_few_bits=low_precision.gathered if low_precision is not None else {},
         )
     else:
         for piece in pieces:

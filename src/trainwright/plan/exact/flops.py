@@ -1,9 +1,10 @@
 """FLOPs of a rank's step by part and phase, from the lists of operations."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from trainwright.plan.exact.standing import Standing, whole
-from trainwright.plan.operations import AttentionCore, Matmul
+from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import FlopsCount
 
@@ -16,6 +17,10 @@ PARTS = {
 }
 """The planner's operations that are one module of the program."""
 
+ASKS_FIRST = {"q": "kv_down"}
+"""Of the first operation that reads an input, the one whose module does before: keys' latents come before queries
+that have none."""
+
 
 def _summed(standing: Standing, each: Matmul) -> int:
     """Rows that a weight gradient sums over: a transform fills its last group up."""
@@ -25,14 +30,29 @@ def _summed(standing: Standing, each: Matmul) -> int:
     return -(-rows // low.hadamard) * low.hadamard
 
 
+def _named(piece: Piece, *, goes_round: bool) -> Iterator[tuple[Matmul | AttentionCore, str]]:
+    """What multiplies, and the module that does. goes_round: the inputs of tp's blocks do, and the first module
+    that reads one makes the products of all that do (`train/parallel/collective_matmul.py`)."""
+    reader: str | None = None
+    for each in piece.operations:
+        if isinstance(each, Collective) and each.forward and each.goes_round:
+            reader = "" if each.forward == ("all_gather",) else None
+        if isinstance(each, AttentionCore):
+            yield each, each.name
+        elif isinstance(each, Matmul):
+            name = PARTS.get(each.name, each.name)
+            if reader == "":
+                reader = ASKS_FIRST.get(each.name, name)
+            joins = goes_round and (each.shares_input or each.name in ASKS_FIRST)
+            yield each, (reader or name) if joins else name
+
+
 def flops(standing: Standing) -> tuple[FlopsCount, ...]:
     """Of matmuls and attention."""
     found: Counter[tuple[str, str, str]] = Counter()
     for piece, marks, passes in standing.pieces():
-        for each in piece.operations:
-            if not isinstance(each, (Matmul, AttentionCore)):
-                continue
-            name, forward = PARTS.get(each.name, each.name), whole(each.forward_flops) * passes
+        for each, name in _named(piece, goes_round=standing.run.layout.tp > 1):
+            forward = whole(each.forward_flops) * passes
             if name == "head":
                 forward = forward * standing.own_vocabulary // standing.most_vocabulary
             kind = "attention" if isinstance(each, AttentionCore) and each.is_fused else "matmul"

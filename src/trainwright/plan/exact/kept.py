@@ -11,7 +11,7 @@ from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
 
 def is_counted(standing: Standing) -> bool:
     """Whether kept bytes are counted to the last one: `spec.left_out.NOT_YET` says of which runs."""
-    recipe, model = standing.run.recipe, standing.run.model
+    model = standing.run.model
     plain = all(
         layer.mlp.activation != "swiglu_clamped"
         and not (isinstance(layer.mlp, MoeMlp) and layer.mlp.bias)
@@ -19,12 +19,7 @@ def is_counted(standing: Standing) -> bool:
         and _is_plain(layer.attention, standing.run.layout.tp)
         for layer in model.layer_counts()
     )
-    chosen = recipe.attention_kernel != "unfused" and not recipe.dropout and not recipe.balance_loss
-    # In bf16 a CPU's LayerNorm keeps its statistics in bf16, where the planner has fp32.
-    precise = model.norm == "rmsnorm" or recipe.activation_format != "bf16"
-    shaped = precise and not (recipe.loss_chunks > 1 and model.head_bias)
-    usual = model.norm_placement == "pre" and not model.scaled_embedding and not model.learned_positions
-    return plain and chosen and shaped and usual and not model.parallel_residual and model.logit_softcap is None
+    return plain and not model.scaled_embedding and model.logit_softcap is None
 
 
 def _is_plain(attention: Attention, tp: int) -> bool:
@@ -32,8 +27,8 @@ def _is_plain(attention: Attention, tp: int) -> bool:
         # Values that aren't padded are a view of the up-projection's whole output, which is kept for them.
         is_padded = attention.d_value < attention.d_nope + attention.d_rope
         # With one head there is nothing to reorder, and a copy less.
-        return attention.q_lora_rank is not None and is_padded and attention.num_heads > tp
-    return attention.qk_norm == "none" and not attention.sinks and attention.logit_softcap is None
+        return is_padded and attention.num_heads > tp
+    return not attention.sinks and attention.logit_softcap is None
 
 
 def kept(standing: Standing) -> tuple[SavedCount, ...]:
@@ -52,7 +47,7 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
                 size = whole(saved.bytes)
                 if saved.of_vocabulary:
                     size = size * standing.own_vocabulary // standing.most_vocabulary
-                found[_tensors(each, place, saved)] += size * passes
+                found[_tensors(each, place, saved, standing)] += size * passes
         found["logits"] += _own_logits(standing, piece) * passes
     return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
 
@@ -61,7 +56,20 @@ def _own_logits(standing: Standing, piece: Piece) -> int:
     return whole(piece.logits_bytes) * standing.own_vocabulary // standing.most_vocabulary
 
 
-def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
+def _centers_heads(standing: Standing) -> bool:
+    """Whether ranks take the mean off queries and keys together, and keep what is left of them in their place."""
+    return (
+        standing.run.layout.tp > 1
+        and standing.run.model.norm == "layernorm"
+        and any(getattr(layer.attention, "qk_norm", "none") == "all_heads" for layer in standing.run.model.layers)
+    )
+
+
+STREAM_READERS = ("query", "q", "q_down", "up", "router")
+"""Matmuls that read the residual stream as it is where no norm stands before them."""
+
+
+def _tensors(each: Operation, place: int, saved: Saved, standing: Standing) -> Tensors:
     assert not isinstance(each, Agreement)  # It keeps nothing.
     if saved.is_quantized:
         return "quantized"
@@ -74,6 +82,12 @@ def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
             return "normed" if saved.is_statistic else "residual stream"
         if each.name == "latent norm":
             return "latents" if place == 0 else "normed"
+        if each.name == "head norm":
+            return "normed" if saved.is_statistic or _centers_heads(standing) else "attention's core"
+        if each.name == "softmax":
+            return "attention's core" if place == 0 else "dropout's masks"
+        if each.name == "residual":
+            return "dropout's masks"
         if each.name == "activation":
             return "up and gate" if place == 0 else "product"
         if each.name == "embedding":
@@ -82,4 +96,6 @@ def _tensors(each: Operation, place: int, saved: Saved) -> Tensors:
             return "shared experts" if place == 0 else "numbers of tokens"
     if each.name == "router" and place == 1:
         return "scores of experts"
+    if each.name in STREAM_READERS and standing.run.model.norm_placement == "post":
+        return "residual stream"
     return "rows of experts" if each.name == "expert up" else "normed"

@@ -4,6 +4,7 @@ from trainwright.plan.agreement import NUMBER_BYTES, STEP_AXES, is_cast_by_use
 from trainwright.plan.exact.messages import FORMATS, SIZES, Messages
 from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import Agreement, Collective, Dispatch, Matmul
+from trainwright.spec.layout import Axis
 from trainwright.spec.model import MoeMlp
 
 
@@ -33,6 +34,10 @@ def _add(standing: Standing, messages: Messages, each: Collective, marks: int, p
         _add_ring(
             standing, messages, compute, size, passes, whole_again=bool(again), core_again=bool(each.core & marks)
         )
+        return
+    if each.goes_round:
+        sends = (len(each.forward) * (1 + again) + len(each.backward)) * passes
+        _add_sends(standing, messages, each.axis, compute, size, sends)
         return
     if axis == "etp":
         _add_etp(standing, messages, each, compute, size, passes, again=again)
@@ -67,10 +72,14 @@ def _add_ring(
 ) -> None:
     """Keys and values go round in forward, and again where the core is recomputed; in backward once more, and
     their gradients with them to their homes."""
-    cp = standing.run.layout.cp
-    rounds = (1 + whole_again + core_again) * (cp - 1) + 2 * (cp - 1)
+    _add_sends(standing, messages, "cp", dtype, size, passes * (3 + whole_again + core_again))
+
+
+def _add_sends(standing: Standing, messages: Messages, axis: Axis, dtype: str, size: int, rounds: int) -> None:
+    """Parts of a tensor that go round, each past all ranks but the one that it comes from."""
+    ranks = standing.run.layout.degree(axis)
     for operation in ("send", "receive"):
-        messages.add("cp", operation, dtype, size // cp, passes * rounds)
+        messages.add(axis, operation, dtype, size // ranks, rounds * (ranks - 1))
 
 
 def _add_dispatch(standing: Standing, messages: Messages, each: Dispatch, marks: int, passes: int) -> None:

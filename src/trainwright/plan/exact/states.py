@@ -2,17 +2,20 @@
 
 A chunk's units go through the rank's row of acts as FSDP2 takes them: gathered where they are needed and not
 there, given back after forward or backward, and reduced, as the zero stage says (`train/parallel/sharded.py`); or,
-replicated, their gradients are summed in buckets once (`replicated.py`).
+replicated, their gradients are summed in buckets once (`replicated.py`). Weights that are gathered as codes are a
+byte a value, and their blocks' largest values are agreed on once (`train/precision/gathered.py`).
 """
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from trainwright.plan.agreement import NUMBER_BYTES
 from trainwright.plan.exact.messages import FORMATS, Messages
 from trainwright.plan.exact.standing import Chunk, Standing, whole
 from trainwright.plan.exact.tensors import Tensor, chunk_tensors, chunk_units, cut_rows
 from trainwright.plan.sharding import BUCKET_BYTES
+from trainwright.spec.precision import Operand
 from trainwright.spec.schedule import round_ends
 
 
@@ -65,6 +68,8 @@ def add_state_messages(standing: Standing, messages: Messages) -> None:
     if is_sharded(standing):
         for chunk in standing.chunks:
             _add_sharded(standing, chunk, messages)
+        if standing.run.recipe.gather_fp8:
+            _add_agreed_blocks(standing, messages)
     else:
         _add_replicated(standing, messages)
     _add_twins(standing, messages)
@@ -81,7 +86,10 @@ def _add_sharded(standing: Standing, chunk: Chunk, messages: Messages) -> None:
             continue
         ranks, axis = shard_ranks(standing, unit.of_experts), "edp" if unit.of_experts else "dp"
         values = sum(padded(each, ranks) for each in unit.tensors)
-        messages.add(f"{axis}_shard", "all_gather", compute, values * whole(recipe.compute_bytes), walk.gathers)
+        codes = sum(padded(each, ranks) for each in unit.tensors if each.is_low) if recipe.gather_fp8 else 0
+        # What travels with codes does so as bytes.
+        gathered = (values - codes) * whole(recipe.compute_bytes) + whole(codes * recipe.code_bytes)
+        messages.add(f"{axis}_shard", "all_gather", "uint8" if codes else compute, gathered, walk.gathers)
         for reduction in walk.reductions:
             # Replicas of shards keep all gradients of a unit end to end, and so reduce all every time.
             ready = [each for each in unit.tensors if recipe.dp_replicate > 1 or reduction.backwards(each)]
@@ -100,6 +108,24 @@ def _add_sharded(standing: Standing, chunk: Chunk, messages: Messages) -> None:
             messages.add(
                 f"{axis}_replicate", "all_reduce", gradient, values * whole(recipe.gradient_bytes) // ranks
             )
+
+
+def _add_agreed_blocks(standing: Standing, messages: Messages) -> None:
+    """Once a step, of all weights that are gathered as codes, the largest value of each block of the whole."""
+    low = standing.run.recipe.low_precision
+    assert low is not None
+    for of_experts, axes in ((False, ("dp_shard", "tp")), (True, ("edp_shard", "etp"))):
+        weights = [each for _, each in _slots(standing) if each.is_low and each.of_experts == of_experts]
+        size = NUMBER_BYTES * sum(_blocks(each, low.weight) for each in weights)
+        # With a history all experts of a layer have one largest value.
+        for axis in (*axes, "ep") if of_experts and low.amax_history else axes:
+            messages.add(axis, "all_reduce", "float32", size, int(bool(weights)))
+
+
+def _blocks(tensor: Tensor, operand: Operand) -> int:
+    *stack, rows, columns = tensor.shape
+    sizes = ((rows, operand.across), (columns, operand.along))
+    return math.prod(stack) * math.prod(math.ceil(size / block) if block else 1 for size, block in sizes)
 
 
 class Reduction(NamedTuple):

@@ -24,6 +24,8 @@ class Tensor(NamedTuple):
     is_matrix: bool = False
     waits: bool = False
     """Its gradient is made in the weight-gradient act, where backward is split: of matmuls with plain weights."""
+    is_low: bool = False
+    """Low-precision products read it, where the recipe has such."""
 
     @property
     def numel(self) -> int:
@@ -116,8 +118,10 @@ def layer_tensors(standing: Standing, layer: LayerSpec, prefix: str) -> Iterator
         yield from norm_tensors(model, f"{prefix}mlp_out_norm.", model.d_model, partial)
 
 
-def _linear(name: str, out: int, inner: int, bias: bool, partial: bool = False) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (out, inner), partial, is_matrix=True, waits=True)
+def _linear(
+    name: str, out: int, inner: int, bias: bool, partial: bool = False, *, is_low: bool = True
+) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (out, inner), partial, is_matrix=True, waits=True, is_low=is_low)
     if bias:
         yield Tensor(f"{name}.bias", (out,), partial, waits=True)
 
@@ -147,7 +151,7 @@ def _attention_tensors(
     yield from _linear(f"{prefix}query", width, d_model, attention.qkv_bias)
     for name in ("key", "value"):
         yield from _linear(f"{prefix}{name}", kv_width, d_model, attention.qkv_bias, not is_cut)
-    yield Tensor(f"{prefix}out.weight", (d_model, width), is_matrix=True, waits=True)
+    yield Tensor(f"{prefix}out.weight", (d_model, width), is_matrix=True, waits=True, is_low=True)
     if attention.out_bias:
         yield Tensor(f"{prefix}out.bias", (d_model,), partial, waits=tp == 1)
     if attention.qk_norm == "per_head":
@@ -166,7 +170,7 @@ def _mlp_tensors(
     if gated:
         yield from _linear(f"{prefix}gate", d_ff // tp, d_model, bias)
     yield from _linear(f"{prefix}up", d_ff // tp, d_model, bias)
-    yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True, waits=True)
+    yield Tensor(f"{prefix}down.weight", (d_model, d_ff // tp), is_matrix=True, waits=True, is_low=True)
     if bias:
         yield Tensor(f"{prefix}down.bias", (d_model,), partial, waits=tp == 1)
 
@@ -174,7 +178,7 @@ def _mlp_tensors(
 def _moe_tensors(run: Run, mlp: MoeMlp, prefix: str, partial: bool) -> Iterator[Tensor]:
     layout, in_turn = run.layout, multiplied_in_turn(run, mlp)
     d_model, width, experts = run.model.d_model, mlp.d_ff // layout.etp, mlp.num_experts // layout.ep
-    yield from _linear(f"{prefix}router", mlp.num_experts, d_model, mlp.router_bias, partial)
+    yield from _linear(f"{prefix}router", mlp.num_experts, d_model, mlp.router_bias, partial, is_low=False)
     names: list[tuple[str, tuple[int, ...]]] = [
         ("up", (experts, width, d_model)),
         ("down", (experts, d_model, width)),
@@ -186,10 +190,16 @@ def _moe_tensors(run: Run, mlp: MoeMlp, prefix: str, partial: bool) -> Iterator[
         names += [("gate_bias", (experts, width))] * mlp.gated
     for name, shape in names:
         is_matrix = not name.endswith("bias")
-        waits = is_matrix and in_turn
-        yield Tensor(f"{prefix}experts.{name}", shape, of_experts=True, is_matrix=is_matrix, waits=waits)
+        yield Tensor(
+            f"{prefix}experts.{name}",
+            shape,
+            of_experts=True,
+            is_matrix=is_matrix,
+            waits=is_matrix and in_turn,
+            is_low=is_matrix,
+        )
     if mlp.d_ff_shared:
         shared = f"{prefix}shared."
         yield from _mlp_tensors(d_model, mlp.d_ff_shared, mlp.gated, False, layout.tp, shared, partial)
     if mlp.shared_gate and mlp.d_ff_shared:
-        yield from _linear(f"{prefix}shared_gate", 1, d_model, False, partial)
+        yield from _linear(f"{prefix}shared_gate", 1, d_model, False, partial, is_low=False)

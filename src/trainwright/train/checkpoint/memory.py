@@ -198,6 +198,8 @@ class MemoryTier:
         make_moments(self.trainer, step - guard.skipped)
         _copy(_sorted_blocks(self.trainer), state, to_memory=False)
         self.trainer.data_parallel.after_update()
+        if self.trainer.low_precision is not None:
+            self.trainer.low_precision.restored()
         others = sum(giver != each for each, giver in givers.items())
         return Recovered(step, copy.samples, copy.schedule_steps, guard, time.perf_counter() - begun_s, others)
 

@@ -157,15 +157,23 @@ BY_PART = {
     "q_down": "latents",
     "mtp join": "residual stream",
     "kv_down": "latents",
+    # Of blocks with a norm behind them, which reads it.
+    "out": "residual stream",
+    "down": "residual stream",
 }
 
 
+MAKES_LOGITS = ("mm", "addmm", "new_empty")
+"""A product, or what it is written to in parts."""
 ACTIVATIONS = ("silu", "gelu", "relu")
 OF_MIXTURES = {
     "_softmax": "scores of experts",
     "sigmoid": "scores of experts",
     "index_select": "rows of experts",
     "new_empty": "rows of experts",
+    # Their sum, without shared experts and with them, which a norm behind them reads.
+    "index_add": "residual stream",
+    "add": "residual stream",
 }
 
 
@@ -178,11 +186,11 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     if key == INPUT:
         return "residual stream"
     if not key.is_floating:
-        return "numbers of tokens"
+        return "dropout's masks" if key.operator == "ge" else "numbers of tokens"
     if part == "head":
         if in_chunks:
             return "numbers of tokens" if key.is_number else "gradients of the loss"
-        return "logits" if key.operator in ("mm", "addmm") else "numbers of tokens"
+        return "logits" if key.operator in MAKES_LOGITS else "numbers of tokens"
     if part.endswith("norm") or (part == "residual" and key.operator == "cat"):
         return "normed"
     if part == "mlp" and key.operator not in ACTIVATIONS:

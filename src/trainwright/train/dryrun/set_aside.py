@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainwright.spec.miniature import Change
+from trainwright.spec.precision import LOW_PRECISION
 from trainwright.spec.run import Run
 from trainwright.train.door import TRAINED_CHOICES, TRAINED_KERNELS, TRAINED_PRECISIONS
 
@@ -28,6 +29,8 @@ def trainable_form(run: Run) -> tuple[Run, tuple[Change, ...]]:
         change("precision", "bf16")
     if recipe.attention_kernel not in TRAINED_KERNELS:
         change("attention_kernel", "flash")
+    if recipe.compile or plain["precision"] in LOW_PRECISION:
+        change("overlap.tp", False)
     if recipe.zero and run.layout.dp * run.layout.cp > recipe.dp_replicate:
         change("overlap.dp", True)
     return run.changed(recipe=type(recipe).parse(plain)).check(), tuple(changes)

@@ -8,7 +8,7 @@ selective recompute wraps.
 Imported only where a recipe says `compile`, as PyTorch's tracer takes two seconds to import.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -25,7 +25,7 @@ from trainwright.train.model.layers import Attention, Layer, Mlp
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.rotary import Rotary
 from trainwright.train.model.transformer import Transformer
-from trainwright.train.parallel.crossing import Crossing, Result
+from trainwright.train.parallel.crossing import Crossing, Reader, Result
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,13 +64,19 @@ class CrossingBetweenGraphs(Crossing):
     def summed(self, summand_BSD: torch.Tensor) -> torch.Tensor:
         return _summed(self, summand_BSD)
 
-    def around(self, block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any) -> Result:
-        return _around(self, block, part_BSD, *others)
+    def around(
+        self, readers: Sequence[Reader], block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any
+    ) -> Result:
+        return _around(self, readers, block, part_BSD, *others)
 
 
 @outside
 def _around(
-    crossing: CrossingBetweenGraphs, block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any
+    crossing: CrossingBetweenGraphs,
+    readers: Sequence[Reader],
+    block: Callable[..., Result],
+    part_BSD: torch.Tensor,
+    *others: Any,
 ) -> Result:
     # The head is no layer's block. Nor could it be in a graph: a vocabulary may be cut unevenly, and a graph wants
     # a DTensor's part as large on every rank (PyTorch 2.13 refuses others). What is in layers is cut evenly.
@@ -78,7 +84,7 @@ def _around(
         if block not in crossing.graphs:
             crossing.graphs[block] = in_graphs(block)
         block = crossing.graphs[block]
-    return Crossing.around(crossing, block, part_BSD, *others)
+    return Crossing.around(crossing, readers, block, part_BSD, *others)
 
 
 def apply_compile(piece: Transformer, *, position_cut: int) -> None:

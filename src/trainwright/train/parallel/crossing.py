@@ -5,14 +5,17 @@
 
 and in backward the mirror image of each (arXiv:1909.08053 s3, arXiv:2205.05198 s4.2).
 
+With `overlap.tp` both go round in parts, beside the matmuls that they stand around
+(`parallel/collective_matmul.py`).
+
 The block's projections read the gathered input, and their weight gradients need it again. Kept, it would be the
 one thing in a layer that tensor parallelism does not make smaller. So what autograd saves is this rank's part, and
 backward gathers it once more, once for all projections of the block (ibid., s4.2.2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +23,31 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainwright.train.clock import Clock
 from trainwright.train.collectives import all_gather, reduce_scatter
+from trainwright.train.model.linear import Linear
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The forward of a linear layer, of whose weight and bias a rank has what `here` gives; such as of those that
+    read a block's input."""
+
+    linear: Linear
+    here: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+    def __call__(self, x: "torch.Tensor | Outside") -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return self.linear.product(x, *self.here())
+        return x.product(self)
+
+
+class Outside(Protocol):
+    """A block's input that comes in with the products of those who read it."""
+
+    def product(self, reader: Reader) -> torch.Tensor:
+        """The reader's, of all positions."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,8 +70,15 @@ class Crossing:
         function = _ScatterSum if self.sequence_parallel else _Sum
         return function.apply(summand_BSD, self)  # pyright: ignore[reportReturnType]
 
-    def around(self, block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any) -> Result:
-        """`block` on the gathered input, of which autograd keeps no more than the part."""
+    def multiplied_out(self, linear: Linear, x_BSI: torch.Tensor, weight_DI: torch.Tensor) -> torch.Tensor:
+        """The product with this rank's rows of a weight, and out."""
+        return self.leave(linear.product(x_BSI, weight_DI, None))
+
+    def around(
+        self, readers: Sequence[Reader], block: Callable[..., Result], part_BSD: torch.Tensor, *others: Any
+    ) -> Result:
+        """`block` on the gathered input, which its `readers` alone read, and of which autograd keeps no more than
+        the part."""
         whole_BSD = self.enter(part_BSD)
         if not (self.sequence_parallel and self.gather_again and torch.is_grad_enabled()):
             return block(whole_BSD, *others)

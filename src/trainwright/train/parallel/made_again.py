@@ -32,17 +32,18 @@ def attended_again(
     key_BNSH, wide_BNSH = latent.keys_and_values(latent_BSR, turning_BSH, rotary)
     if not torch.is_grad_enabled():
         return latent.mixed(query_BNSH, key_BNSH, wide_BNSH, documents_BS)
-    read_BSR, latent_BSR, turning_BSH = read_BSR.detach(), latent_BSR.detach(), turning_BSH.detach()
+    latent_BSR, turning_BSH = latent_BSR.detach(), turning_BSH.detach()
     dropped = (key_BNSH, wide_BNSH)
     if latent.query_down is None:
 
         def make() -> Sequence[torch.Tensor]:
             return latent.keys_and_values(latent_BSR, turning_BSH, rotary)
     else:
-        dropped = (*dropped, query_BNSH)
+        dropped, queries_from_BSR = (*dropped, query_BNSH), read_BSR.detach()
 
         def make() -> Sequence[torch.Tensor]:
-            return *latent.keys_and_values(latent_BSR, turning_BSH, rotary), latent.queries(read_BSR, rotary)
+            made = latent.keys_and_values(latent_BSR, turning_BSH, rotary)
+            return *made, latent.queries(queries_from_BSR, rotary)
 
     again = MadeAgain(make, dropped)
     with saved_tensors_hooks(again.pack, again.unpack):

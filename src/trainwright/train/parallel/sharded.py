@@ -12,9 +12,10 @@ Optimizer state is sharded in all three. With dp_replicate above 1 (HSDP) shards
 gradients are then summed across them, once per step. FSDP2 would divide by the ranks; here gradients are summed.
 
 Experts are a unit of their own inside their layer: they are cut over the ranks that hold the same ones (edp).
+Weights that low-precision products read may be gathered as codes (`gathered_codes.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,9 @@ from torch.distributed.tensor import Shard
 from trainwright.train.mesh import Mesh
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.transformer import Transformer
+from trainwright.train.parallel.gathered_codes import gather_codes
 from trainwright.train.parallel.local import bytes_of, local_of
+from trainwright.train.precision.gathered import GatheredWeight
 
 Fill = Callable[[Transformer, nn.Module, str], None]
 """Gives the parameters of a module, which has this prefix in its piece, their values."""
@@ -35,7 +38,8 @@ Fill = Callable[[Transformer, nn.Module, str], None]
 
 class Sharded:
     """See the file's first paragraph. `fill` is called on each part before it is cut, so that no more than one
-    layer is ever whole. `reshard` gives parameters back after forward."""
+    layer is ever whole. `reshard` gives parameters back after forward. `in_few_bits`: by module and parameter,
+    what is gathered as codes; those that stay are held by whoever reads them."""
 
     def __init__(
         self,
@@ -48,12 +52,15 @@ class Sharded:
         *,
         reshard: bool,
         splits_backward: bool,
+        in_few_bits: Mapping[tuple[nn.Module, str], GatheredWeight],
     ) -> None:
         self._mesh, self._zero = mesh, zero
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False
         )
         self._whole_values = sum(local_of(each).numel() for piece in pieces for each in piece.parameters())
+        codes = sum(local_of(getattr(module, name)).numel() for module, name in in_few_bits)
+        self._gathered_values = self._whole_values - codes
         self._compute_bytes, self._gradient_bytes = compute_dtype.itemsize, gradient_dtype.itemsize
         axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
         submesh, expert_submesh = mesh.submesh(*axes), mesh.expert_submesh(*(f"e{axis}" for axis in axes))
@@ -67,6 +74,7 @@ class Sharded:
                 shard_placement_fn=partial(_even_cut, ranks=over.size(over.ndim - 1)),
                 mp_policy=policy,
             )
+            gather_codes(module, in_few_bits)
             return module
 
         for piece in pieces:
@@ -102,7 +110,7 @@ class Sharded:
 
     def held_bytes(self) -> dict[str, float]:
         shards = sum(bytes_of(parameter) for _, parameter in self.parameters())
-        gathered = 0 if self._zero == 3 else self._whole_values * self._compute_bytes
+        gathered = 0 if self._zero == 3 else self._gathered_values * self._compute_bytes
         gradients = self._whole_values * self._gradient_bytes if self._zero == 1 else shards
         return {"parameters": float(shards + gathered), "gradients": float(gradients)}
 

@@ -13,7 +13,7 @@ A gradient that is a sum over a part of positions or heads comes back marked as 
 """
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from trainwright.train.model.layers import Attention, Layer, Mlp
 from trainwright.train.model.linear import Linear
 from trainwright.train.model.norm import Norm
 from trainwright.train.model.transformer import Positions, Transformer
-from trainwright.train.parallel.crossing import Crossing
+from trainwright.train.parallel.crossing import Crossing, Reader
 from trainwright.train.parallel.over_ranks import OverRanks
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
@@ -61,8 +61,7 @@ def apply_tensor_parallel(piece: Transformer, mesh: DeviceMesh, crossing: Crossi
         _keep_positions(piece.positions, mesh, crossing, outside)
     if piece.norm is not None and piece.head is not None:
         _keep(piece.norm, mesh, WHOLE, outside)
-        _cut_columns(piece.head, mesh)
-        _between(piece.head, crossing)
+        _between(piece.head, crossing, [_cut_columns(piece.head, mesh)])
 
 
 def vocabulary_start(vocab_size: int, mesh: DeviceMesh) -> int:
@@ -88,12 +87,12 @@ def _cut_layer(layer: Layer, mesh: DeviceMesh, edges: dict[str, Crossing], outsi
 
 def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     kv_heads = attention.key.out_features // attention.d_head
-    _cut_columns(attention.query, mesh)
+    readers = [_cut_columns(attention.query, mesh)]
     for projection in (attention.key, attention.value):
         if kv_heads % mesh.size() == 0:
-            _cut_columns(projection, mesh)
+            readers.append(_cut_columns(projection, mesh))
         else:
-            _keep_one_head(projection, mesh, attention.d_head, kv_heads)
+            readers.append(_keep_one_head(projection, mesh, attention.d_head, kv_heads))
     if attention.query_norm is not None and attention.key_norm is not None:
         if attention.normed_over == "all_heads":
             _norm_over_ranks(attention.query_norm, mesh, crossing, attention.d_head)
@@ -106,30 +105,28 @@ def _cut_attention(attention: Attention, mesh: DeviceMesh, crossing: Crossing, o
         _distribute(sinks, mesh, weight=Shard(0), bias=WHOLE)
         _replace(sinks, lambda: _part(sinks.weight))
     _cut_rows(attention.out, mesh, crossing, outside)
-    _between(attention, crossing)
+    _between(attention, crossing, readers)
 
 
 def _cut_latent(attention: Latent, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     """Heads are cut; latents are narrow, and every rank makes them whole. As each has the gradient that comes
     through its own heads, those of what makes the latents are partial sums."""
+    reader = _cut_columns(attention.query, mesh)
     if attention.query_down is not None and attention.query_norm is not None:
-        _keep_whole(attention.query_down, mesh, Partial())
+        reader = _keep_whole(attention.query_down, mesh, Partial())
         _keep(attention.query_norm, mesh, WHOLE, Partial())
-    _cut_columns(attention.query, mesh)
-    _keep_whole(attention.latent, mesh, Partial())
+    readers = [reader, _keep_whole(attention.latent, mesh, Partial())]
     _keep(attention.latent_norm, mesh, WHOLE, Partial())
     _cut_columns(attention.key_value, mesh)
     _cut_rows(attention.out, mesh, crossing, outside)
-    _between(attention, crossing)
+    _between(attention, crossing, readers)
 
 
 def _cut_mlp(mlp: Mlp, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
-    if mlp.gate is not None:
-        _cut_columns(mlp.gate, mesh)
-    _cut_columns(mlp.up, mesh)
+    readers = [_cut_columns(each, mesh) for each in (mlp.up, mlp.gate) if each is not None]
     _cut_rows(mlp.down, mesh, crossing, outside)
     # The way down reads nothing that has come in over the edge.
-    setattr(mlp, "expand", partial(crossing.around, mlp.expand))  # noqa: B010
+    setattr(mlp, "expand", partial(crossing.around, readers, mlp.expand))  # noqa: B010
 
 
 def _cut_around_experts(
@@ -145,48 +142,51 @@ def _cut_around_experts(
         _cut_mlp(mixture.shared, mesh, crossing, outside)
 
 
-def _between(block: nn.Module, crossing: Crossing) -> None:
-    """Let a block's input come in over the edge."""
+def _between(block: nn.Module, crossing: Crossing, readers: Sequence[Reader]) -> None:
+    """Let a block's input, which `readers` read, come in over the edge."""
     plain: Callable[..., torch.Tensor] = block.forward
-    _replace(block, lambda x_BSD, *others: crossing.around(plain, x_BSD, *others))
+    _replace(block, lambda x_BSD, *others: crossing.around(readers, plain, x_BSD, *others))
 
 
-def _cut_columns(linear: Linear, mesh: DeviceMesh) -> None:
+def _cut_columns(linear: Linear, mesh: DeviceMesh) -> Reader:
     _distribute(linear, mesh, weight=COLUMNS, bias=Shard(0))
-    _replace(linear, lambda x: linear.product(x, _part(linear.weight), _part_or_none(linear.bias)))
+    return _read(linear, lambda: (_part(linear.weight), _part_or_none(linear.bias)))
+
+
+def _read(linear: Linear, here: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Reader:
+    reader = Reader(linear, here)
+    _replace(linear, reader)
+    return reader
 
 
 def _cut_rows(linear: Linear, mesh: DeviceMesh, crossing: Crossing, outside: Placement) -> None:
     _distribute(linear, mesh, weight=ROWS, bias=WHOLE)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y_BSD = crossing.leave(linear.product(x, _part(linear.weight), None))
+        y_BSD = crossing.multiplied_out(linear, x, _part(linear.weight))
         bias_D = _part_or_none(linear.bias, outside)
         return y_BSD if bias_D is None else y_BSD + bias_D
 
     _replace(linear, forward)
 
 
-def _keep_whole(linear: Linear, mesh: DeviceMesh, gradient: Placement) -> None:
+def _keep_whole(linear: Linear, mesh: DeviceMesh, gradient: Placement) -> Reader:
     """A projection that every rank has whole."""
     _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
-    _replace(
-        linear, lambda x: linear.product(x, _part(linear.weight, gradient), _part_or_none(linear.bias, gradient))
-    )
+    return _read(linear, lambda: (_part(linear.weight, gradient), _part_or_none(linear.bias, gradient)))
 
 
-def _keep_one_head(linear: Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> None:
+def _keep_one_head(linear: Linear, mesh: DeviceMesh, d_head: int, num_heads: int) -> Reader:
     """A key or value projection with fewer heads than ranks."""
     _distribute(linear, mesh, weight=WHOLE, bias=WHOLE)
     first = mesh.get_local_rank() * num_heads // mesh.size() * d_head
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def here() -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = _part(linear.weight, Partial()), _part_or_none(linear.bias, Partial())
-        return linear.product(
-            x, weight[first : first + d_head], None if bias is None else bias[first : first + d_head]
-        )
+        own = slice(first, first + d_head)
+        return weight[own], None if bias is None else bias[own]
 
-    _replace(linear, forward)
+    return _read(linear, here)
 
 
 def _keep(norm: Norm, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:

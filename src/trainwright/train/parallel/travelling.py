@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
 from trainwright.train.collectives import all_gather, reduce_scatter
 from trainwright.train.parallel.blocks import Merged, Seen, block_backward, block_forward
 from trainwright.train.parallel.positions import Context
+from trainwright.train.parallel.ring import Passing, Ring
 
 Part = tuple[int, torch.Tensor]
 """A rank, and its keys and values side by side, (B, K, S, H of both)."""
@@ -222,60 +222,33 @@ class PassedRound:
     """One part after the other: to the next rank goes what came from the one before, while it is used here."""
 
     def __init__(self, context: Context, own: torch.Tensor) -> None:
-        self._context, self._own = context, own.contiguous()
+        self._ring, self._own = Ring(context.group, context.clock, "cp"), own
 
     def __iter__(self) -> Iterator[Part]:
-        context, part = self._context, self._own
-        for step in range(context.size):
-            coming = _Passing(context, part, tag=0) if step + 1 < context.size else None
-            yield (context.rank - step) % context.size, part
-            if coming is not None:
-                part = coming.arrived()
+        return self._ring.parts(self._own)
 
     def returns(self) -> Returns:
-        return _Followed(self._context)
+        return _Followed(self._ring)
 
 
 class _Followed:
     """Each gradient goes where its part goes next, and takes up that rank's share there; from the last rank it is
     one step home."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
         self._own: torch.Tensor | None = None
-        self._coming: _Passing | None = None
+        self._coming: Passing | None = None
 
     def give(self, source: int, gradient: torch.Tensor) -> None:
-        if source == self._context.rank:
+        if source == self._ring.rank:
             self._own = gradient
             return
         if self._coming is not None:
             gradient += self._coming.arrived()
-        self._coming = _Passing(self._context, gradient, tag=1)
+        self._coming = Passing(self._ring, gradient, tag=1)
 
     def own(self) -> torch.Tensor:
         assert self._own is not None
         assert self._coming is not None
         return self._own.add_(self._coming.arrived())
-
-
-class _Passing:
-    """A tensor on its way to the next rank, and one like it on its way here."""
-
-    def __init__(self, context: Context, leaving: torch.Tensor, tag: int) -> None:
-        self._clock, self._leaving, self._arriving = context.clock, leaving, torch.empty_like(leaving)
-        group, ranks = context.group, dist.get_process_group_ranks(context.group)
-        there, here = ranks[(context.rank + 1) % context.size], ranks[(context.rank - 1) % context.size]
-        with context.clock.of("cp"):
-            self._works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, self._leaving, there, group, tag),
-                    dist.P2POp(dist.irecv, self._arriving, here, group, tag),
-                ]
-            )
-
-    def arrived(self) -> torch.Tensor:
-        with self._clock.of("cp"):
-            for work in self._works:
-                work.wait()
-        return self._arriving

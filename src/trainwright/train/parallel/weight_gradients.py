@@ -16,7 +16,7 @@ graph alive until the second act; that frees nothing, and finds parameters resha
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from trainwright.train.model.linear import Product
+from trainwright.train.parallel.collective_matmul import gathered_products, scattered_product
 from trainwright.train.precision.linear import LowPrecision
 
 InputGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,13 +38,15 @@ class WeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: deque[tuple[GradientEdge, torch.Tensor]] = deque()
+        self._waiting: deque[tuple[Sequence[GradientEdge], Sequence[torch.Tensor]]] = deque()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return self._linear(F.linear, torch.matmul, *args, **(kwargs or {}))
         if isinstance(func, LowPrecision):
             return self._linear(func, func.input_gradient, *args, **(kwargs or {}))
+        if func in (gathered_products, scattered_product):
+            return func(*args, put_off=self.wait)
         return func(*args, **(kwargs or {}))
 
     def _linear(
@@ -61,15 +64,15 @@ class WeightGradients(TorchFunctionMode):
             x, weight.detach(), y.detach(), get_gradient_edge(y), input_gradient, self
         )
 
-    def wait(self, product: GradientEdge, gradient: torch.Tensor) -> None:
-        """A product's output gradient is there."""
-        self._waiting.append((product, gradient))
+    def wait(self, products: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+        """The output gradients of a product are there, or of several that read the same."""
+        self._waiting.append((products, gradients))
 
     def compute(self) -> None:
         """Add them to the parameters' gradients, one product at a time, so that what each held is gone at once."""
         while self._waiting:
-            product, gradient = self._waiting.popleft()
-            torch.autograd.backward(product, gradient)
+            products, gradients = self._waiting.popleft()
+            torch.autograd.backward(products, gradients)
 
 
 class _InputGradient(torch.autograd.Function):
@@ -92,5 +95,5 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        ctx.weight_gradients.wait(ctx.product, gradients[0])
+        ctx.weight_gradients.wait((ctx.product,), gradients)
         return ctx.input_gradient(gradients[0], weight), None, None, None, None, None

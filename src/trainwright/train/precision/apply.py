@@ -28,6 +28,7 @@ from trainwright.train.model.linear import Linear
 from trainwright.train.model.transformer import Transformer
 from trainwright.train.precision.arithmetic import Arithmetic, Kernels, UnderWay
 from trainwright.train.precision.experts import LowPrecisionExperts
+from trainwright.train.precision.gathered import Agreement, GatheredWeight
 from trainwright.train.precision.health import Health, alarms_of
 from trainwright.train.precision.largest import Current, Delayed, Largest, Role, without_parts
 from trainwright.train.precision.linear import LowPrecision
@@ -61,6 +62,11 @@ class LowPrecisionLayers:
         self.fallen: dict[str, torch.Tensor] = {}
         """By name, where the recipe says that layers may fall: 1 where this one has."""
         self._weights: list[HeldWeight] = []
+        self.gathered: dict[tuple[nn.Module, str], GatheredWeight] = {}
+        """By module and parameter, where the recipe says that weights are gathered in few bits."""
+        of_experts = ("edp_shard", "etp", "ep") if low.amax_history else ("edp_shard", "etp")
+        self._agreement = Agreement(self._groups(("dp_shard", "tp")), clock)
+        self._experts_agreement = Agreement(self._groups(of_experts), clock)
         self.delayed: dict[str, Delayed] = {}
         """By the layer's name, with recipes that keep a history."""
         self._remakes_norms = recipe.recompute == "selective" and "norm" in recipe.recompute_ops
@@ -127,6 +133,7 @@ class LowPrecisionLayers:
             arithmetic = self._arithmetic(f"{prefix}.{name}", parts)
             layer = LowPrecision(arithmetic, inputs, self._held(self._mesh.dp_shard), keeps_input=keeps)
             self._layers[arithmetic.name] = partial(_set_product, linear, layer)
+            self._gather(linear, "weight", GatheredWeight(arithmetic, layer.weights, self._agreement))
             linear.product = layer
 
     def _set_experts(self, experts: Experts, prefix: str) -> None:
@@ -145,13 +152,11 @@ class LowPrecisionLayers:
             read = SharedInput(1) if name == "down" else inputs
             layer = LowPrecisionExperts(arithmetic, read, self._held(shards))
             self._layers[arithmetic.name] = partial(_set_experts_product, experts, name, layer)
+            self._gather(experts, name, GatheredWeight(arithmetic, layer.weights, self._experts_agreement))
             experts.products[name] = layer
 
     def _arithmetic(self, name: str, over: Mapping[Role, Sequence[str]]) -> Arithmetic:
-        groups = self._mesh.groups
-        here: dict[Role, list[dist.ProcessGroup]] = {
-            role: without_parts([groups[axis] for axis in axes if axis in groups]) for role, axes in over.items()
-        }
+        here: dict[Role, list[dist.ProcessGroup]] = {role: self._groups(axes) for role, axes in over.items()}
         largest: Largest = Current(here, self._clock)
         if self._low.amax_history:
             steps = self._recipe.amax_history_steps
@@ -167,6 +172,15 @@ class LowPrecisionLayers:
             kernels=self.kernels,
             health=self.health,
         )
+
+    def _groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+        """Those of some axes that say something."""
+        groups = self._mesh.groups
+        return without_parts([groups[axis] for axis in axes if axis in groups])
+
+    def _gather(self, module: nn.Module, parameter: str, weight: GatheredWeight) -> None:
+        if self._recipe.gather_fp8:
+            self.gathered[module, parameter] = weight
 
     def _held(self, shards: int) -> HeldWeight:
         """Of a weight that is sharded over so many ranks: zero 3 gives back what it has gathered."""
@@ -205,20 +219,19 @@ class LowPrecisionLayers:
         """Weights, histories and what has fallen have been given other values."""
         for name, has in self.fallen.items():
             self._layers[name](not bool(has))
-        for weight in self._weights:
-            weight.forget()
+        self._forget()
         for layer in self.delayed.values():
             layer.restored()
 
     def begin_anew(self) -> None:
         """Forget what the step has seen, which is to leave no trace."""
+        self._forget()
         for layer in self.delayed.values():
             layer.seen_R.zero_()
 
     def after_update(self) -> None:
         """The weights have moved, and a step's largest values are known."""
-        for weight in self._weights:
-            weight.forget()
+        self._forget()
         if not self.delayed:
             return
         # Twins have their chunks in opposite order, so names decide.
@@ -230,6 +243,13 @@ class LowPrecisionLayers:
         for layer, seen_R in zip(layers, seen_LR, strict=True):
             layer.seen_R.copy_(seen_R)
             layer.advance()
+
+    def _forget(self) -> None:
+        """Let what weights were rounded to go."""
+        for weight in self._weights:
+            weight.forget()
+        self._agreement.forget()
+        self._experts_agreement.forget()
 
 
 def _set_product(linear: Linear, layer: LowPrecision, is_low: bool) -> None:

@@ -61,6 +61,11 @@ class Arithmetic:
             return made, made.transposed()
         return made, self._quantized(role, across, x.mT, "across")
 
+    @property
+    def weight_operand(self) -> Operand:
+        """The weight as Fprop reads it."""
+        return self._operands("weight")[0]
+
     def along(self, role: Role, x: torch.Tensor) -> Quantized:
         """x (..., N, K) as a product reads it that sums over K."""
         return self._quantized(role, self._operands(role)[0], x, "along")
@@ -78,7 +83,7 @@ class Arithmetic:
         made = self._quantized(role, along, row_RK, "along")
         if along.serves(across):
             return made, tuple(run.transposed() for run in made.split(counts))
-        runs = [self._prepared(across, run.mT) for run in row_RK.split(list(counts))]
+        runs = [self.prepared(across, run.mT) for run in row_RK.split(list(counts))]
         amax = self.largest.of(role, torch.cat(runs, dim=1)) if _asks(across) else None
         return made, tuple(self.rounded(across, run, amax, "across") for run in runs)
 
@@ -97,13 +102,13 @@ class Arithmetic:
         }[role]
 
     def _quantized(self, role: Role, operand: Operand, x: torch.Tensor, way: str) -> Quantized:
-        x = self._prepared(operand, x)
+        x = self.prepared(operand, x)
         quantized = self.rounded(operand, x, self.largest.of(role, x) if _asks(operand) else None, way)
         if way == "along":
             self.health.saw(self.name, role, x, quantized)
         return quantized
 
-    def _prepared(self, operand: Operand, x: torch.Tensor) -> torch.Tensor:
+    def prepared(self, operand: Operand, x: torch.Tensor) -> torch.Tensor:
         """What is rounded, and has the largest value that counts."""
         x = x.detach()
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()

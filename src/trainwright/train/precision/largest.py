@@ -29,6 +29,11 @@ class Largest(Protocol):
         """What scales of `x` (..., N, K) are made from, fp32 that can be read as (..., 1, 1)."""
         ...
 
+    def instead(self, role: Role, here: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor of which all ranks know that its largest values are `here`, those of its blocks
+        or (..., 1, 1)."""
+        ...
+
 
 class Current:
     """See the file's first paragraph. `groups`: by role those over which parts of such a tensor lie."""
@@ -43,6 +48,9 @@ class Current:
             with self._clock.of("tp"):
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         return largest
+
+    def instead(self, role: Role, here: torch.Tensor) -> torch.Tensor:
+        return here
 
 
 class Delayed:
@@ -59,12 +67,15 @@ class Delayed:
 
     @torch.no_grad()
     def of(self, role: Role, x: torch.Tensor) -> torch.Tensor:
-        place = ROLES.index(role)
-        here = (self._current.of(role, x) if self.is_new else _of_each(x)).amax()
-        self.seen_R[place] = torch.maximum(self.seen_R[place], here)
+        return self.instead(role, self._current.of(role, x) if self.is_new else _of_each(x))
+
+    @torch.no_grad()
+    def instead(self, role: Role, here: torch.Tensor) -> torch.Tensor:
+        place, largest = ROLES.index(role), here.amax()
+        self.seen_R[place] = torch.maximum(self.seen_R[place], largest)
         # What was zero all the time, such as an expert that nobody chose, has no past either.
         past = self.past_R[place]
-        return torch.where(past > 0, past, here).expand(*x.shape[:-2], 1, 1)
+        return torch.where(past > 0, past, largest).expand(here.shape)
 
     def restored(self) -> None:
         """The history has been given other values."""

@@ -40,20 +40,26 @@ class SharedInput(Generic[Made]):
 
 class HeldWeight:
     """A weight as Fprop and Dgrad read it, the same until `forget` is called; made at each use where `holds` is
-    false, as where the weight itself is given back after it."""
+    false, as where the weight itself is given back after it. Where it comes from other ranks as its codes, those
+    are `gathered`, and serve both."""
 
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds
         self._made: dict[str, Quantized] = {}
+        self.gathered: Quantized | None = None
         self.num_bytes = 0
         """Of what is held between the acts of a step: as it was when it was made last."""
 
     def of(self, weight: torch.Tensor, product: Literal["Fprop", "Dgrad"], arithmetic: Arithmetic) -> Quantized:
         """What a product reads of the weight (..., O, I)."""
+        codes = self.gathered
         if not self._holds:
+            if codes is not None:
+                return codes if product == "Fprop" else codes.transposed()
             return (arithmetic.along if product == "Fprop" else arithmetic.across)("weight", weight)
         if not self._made:
-            along, across = arithmetic.both("weight", weight)
+            both = arithmetic.both("weight", weight) if codes is None else (codes, codes.transposed())
+            along, across = both
             # Matmuls in hardware want what is summed side by side in memory.
             across = replace(across, values=across.values.contiguous(), scale=across.scale.contiguous())
             self._made = {"Fprop": along, "Dgrad": across}

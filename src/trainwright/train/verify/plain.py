@@ -60,7 +60,7 @@ class PlainProgram:
         self.model = plain_model(run, torch.float64)
         self._low_precision = None
         if run.recipe.low_precision is not None:
-            alone = run.recipe.changed(zero=0, dp_replicate=1)
+            alone = run.recipe.changed(zero=0, reshard_after_forward=True, dp_replicate=1, gather_fp8=False)
             self._low_precision = LowPrecisionLayers(alone, Mesh(Layout(), 0, torch.device("cpu")), Clock())
             self._low_precision.apply(self.model, frozenset())
         self._dropping = Dropping(run.recipe.dropout, run.recipe.seed, torch.zeros(1, dtype=torch.int64))
