@@ -33,7 +33,7 @@ lint: install
 	$(BIN)/pyright
 
 chaos: install
-	$(BIN)/python benchmarks/survival.py
+	$(BIN)/python benchmarks/survival
 
 marks: install
 	$(BIN)/python benchmarks/marks.py

@@ -14,7 +14,7 @@ from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.run import Run
 from trainwright.spec.supervision import Guard, GuardState, Supervision
 from trainwright.train.faults.guard import FIRST_LOSSES, Judge
-from trainwright.train.faults.hangs import STOPPED_S, named, stands_still, stopped
+from trainwright.train.faults.hangs import STOPPED_S, learned_s, named, stands_still, stopped
 from trainwright.train.faults.places import Places, smaller, stages_of, visible_devices
 from trainwright.train.faults.reasons import Diverged, RollBack
 from trainwright.train.faults.shared import shared_directory
@@ -38,6 +38,12 @@ def test_ranks_that_get_on_don_t_hang() -> None:
     assert not stands_still([sight(0), sight(1, longest_s=1.0)], 2.0, 300.0)
     assert not stands_still([sight(0), sight(1, phase="saving")], 2.0, 300.0)
     assert not stands_still([sight(0), sight(1, steps_done=1)], 2.0, 300.0)
+    # Unless an earlier start of the same processes got through its first steps.
+    assert stands_still([sight(0), sight(1, steps_done=1)], 2.0, 300.0, known_s=0.5)
+    assert not stands_still([sight(0), sight(1, steps_done=1)], 2.0, 300.0, known_s=1.0)
+    assert not stands_still([sight(0), sight(1, phase="loading")], 2.0, 300.0, known_s=0.5)
+    assert learned_s([sight(0, longest_s=0.4), sight(1, longest_s=0.7)]) == 0.7
+    assert learned_s([sight(0, longest_s=0.4), sight(1, longest_s=0.7, steps_done=1)]) == 0.0
     assert stands_still([sight(rank, phase="loading", still_s=301.0) for rank in range(2)], 2.0, 300.0)
 
 

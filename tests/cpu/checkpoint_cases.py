@@ -1,11 +1,11 @@
 """Any layout loads any checkpoint: `test_checkpoint_layouts.py` starts this on 1, 2 and 4 ranks, first to save and
 then to load.
 
-    checkpoint_cases.py save|load WORLD DIRECTORY
+    checkpoint_cases.py save|load|load-all WORLD DIRECTORY
 
 Saving, each layout of the world takes two steps, commits, writes the whole state down as DTensor puts it together,
-and takes two steps more, whose losses it writes. Loading, each layout takes a commit of another one (and its own),
-holds the whole state against what was written down, and takes the two steps.
+and takes two steps more, whose losses it writes. Loading, each layout takes its own commit and one of another (of
+all cases, the plain one's too), holds the whole state against what was written down, and takes the two steps.
 """
 
 import gc
@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,22 +146,29 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layouts]] = {
 }
 EXACT = ("dense", "deepseek", "uneven experts", "muon")
 """In float64, so that another layout's losses are those to 1e-12."""
+IN_ONE, GLOBAL_BATCH = ("dense", "muon"), 8
+"""Families whose steps take all of a rank's samples at once, where no pipeline wants them in parts: no choice of
+experts depends on it."""
 
 
 def layouts_of(family: str) -> list[tuple[int, str]]:
     return [(world, name) for world, each in FAMILIES[family][1].items() for name, _, _ in each]
 
 
-def sources_of(family: str, world: int, name: str) -> list[tuple[int, str]]:
-    """Whose commits a layout loads: its own, the plain one's, and another's, so that each is loaded by some."""
+def sources_of(family: str, world: int, name: str, *, all_cases: bool) -> list[tuple[int, str]]:
+    """Whose commits a layout loads: its own, and another's, so that each is loaded by some; of all cases the plain
+    one's too."""
     everyone = layouts_of(family)
     at, further = everyone.index((world, name)), 3 if len(everyone) > 3 else 1
-    return list(dict.fromkeys(everyone[(at + step) % len(everyone)] for step in (0, -at, further)))
+    places = (0, -at, further) if all_cases else (0, further)
+    return list(dict.fromkeys(everyone[(at + step) % len(everyone)] for step in places))
 
 
 def run_of(family: str, world: int, name: str) -> Run:
     fields, layouts = FAMILIES[family]
     degrees, recipe = next((degrees, recipe) for title, degrees, recipe in layouts[world] if title == name)
+    if family in IN_ONE and "pp" not in degrees:
+        recipe = {**recipe, "micro_batch": GLOBAL_BATCH // degrees.get("dp", 1)}
     return example_run(**with_recipe({**fields, **degrees}, **recipe)).check()
 
 
@@ -254,11 +262,11 @@ def save(directory: Path, world: int, rank: int) -> None:
             gc.collect()
 
 
-def load(directory: Path, world: int, rank: int) -> None:
+def load(directory: Path, world: int, rank: int, *, all_cases: bool = False) -> None:
     results: list[dict[str, Any]] = []
     for family, (_, layouts) in FAMILIES.items():
         for name, _, _ in layouts.get(world, ()):
-            for source in sources_of(family, world, name):
+            for source in sources_of(family, world, name, all_cases=all_cases):
                 trainer = trainer_of(run_of(family, world, name), rank)
                 for piece in trainer.pieces:
                     for parameter in piece.parameters():
@@ -300,7 +308,8 @@ def main(what: str, world: int, directory: Path) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
         rank = dist.get_rank()
     try:
-        {"save": save, "load": load}[what](directory, world, rank)
+        bodies = {"save": save, "load": load, "load-all": partial(load, all_cases=True)}
+        bodies[what](directory, world, rank)
     except BaseException:
         traceback.print_exc()
         leave(1)

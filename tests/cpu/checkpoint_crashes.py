@@ -29,7 +29,8 @@ from trainwright.train.checkpoint.writers import SavePlan, WritePlan, _agreed, _
 
 CALLS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir")
 """Of `os`: what saving changes the disk by."""
-DEADLINE_S = 0.3
+DEADLINE_S, OF_THE_DEAD_S = 5.0, 0.1
+"""For the part of another rank, and where that is known to be dead soon."""
 KEEP = 2
 
 
@@ -68,7 +69,7 @@ def manifest_of(save: Save, plan: WritePlan, parts: Any) -> Manifest:
     )
 
 
-def save_rank(save: Save, plan: WritePlan, rank: int, ranks: int) -> str | None:
+def save_rank(save: Save, plan: WritePlan, rank: int, ranks: int, deadline_s: float = DEADLINE_S) -> str | None:
     """One rank's work of a save; what failed."""
     snapshot = Snapshot(plan.files, torch.device("cpu"))
     snapshot.take(held_of(rank, ranks, save.step))
@@ -77,7 +78,7 @@ def save_rank(save: Save, plan: WritePlan, rank: int, ranks: int) -> str | None:
         write_part(save, plan, snapshot, rank, 0.0)
         if rank == 0:
             made = partial(manifest_of, save, plan)
-            commit(save, ranks, made, KEEP, frozenset(), writing, DEADLINE_S)
+            commit(save, ranks, made, KEEP, frozenset(), writing, deadline_s)
 
     writing = Writing(work)
     writing.run()
@@ -125,7 +126,7 @@ def save_on_ranks(
     def body(rank: int) -> str | None:
         if rank == victim:
             killed_at(number, in_half=in_half)
-        return save_rank(save, made[rank], rank, ranks)
+        return save_rank(save, made[rank], rank, ranks, DEADLINE_S if victim < 0 else OF_THE_DEAD_S)
 
     children = [forked(partial(body, rank)) for rank in range(ranks)]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -48,8 +48,13 @@ def replaced(name: str, instead: Callable[..., Any]) -> Iterator[None]:
         setattr(os, name, plain)
 
 
-def full(*arguments: Any) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing(number: int) -> Callable[..., int]:
+    """A call that fails with an error of the system."""
+
+    def call(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def steps(root: Path, rank: int, around: Callable[[int, Keeper], None]) -> dict[str, Any]:
@@ -87,8 +92,8 @@ def undisturbed(root: Path, rank: int) -> dict[str, Any]:
     return steps(root, rank, lambda step, keeper: joined(keeper) if keeper._writing else None)
 
 
-def full_disk(root: Path, rank: int, bad_step: int = BAD_STEP) -> dict[str, Any]:
-    """The second rank can't write during one save."""
+def bad_disk(root: Path, rank: int, number: int, bad_step: int = BAD_STEP) -> dict[str, Any]:
+    """The second rank can't write during one save, by an error of the system."""
     plain = os.write
 
     def around(step: int, keeper: Keeper) -> None:
@@ -96,7 +101,7 @@ def full_disk(root: Path, rank: int, bad_step: int = BAD_STEP) -> dict[str, Any]
             joined(keeper)
             dist.barrier()
             if rank == 1:
-                os.write = full
+                os.write = failing(number)
         elif step == bad_step:
             if rank == 1 and keeper._writing is not None:
                 joined(keeper)
@@ -139,8 +144,9 @@ def main(directory: Path, output: Path) -> None:
     results: dict[str, Any] = {}
     try:
         results["undisturbed"] = undisturbed(directory / "undisturbed", rank)
-        results["full disk"] = full_disk(directory / "full", rank)
-        results["full disk at the end"] = full_disk(directory / "end", rank, STEPS)
+        results["full disk"] = bad_disk(directory / "full", rank, errno.ENOSPC)
+        results["input/output error"] = bad_disk(directory / "error", rank, errno.EIO)
+        results["full disk at the end"] = bad_disk(directory / "end", rank, errno.ENOSPC, STEPS)
         results["hung"] = hung(directory / "hung", rank)
     except BaseException:
         traceback.print_exc()

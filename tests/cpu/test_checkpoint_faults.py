@@ -26,7 +26,7 @@ def test_every_step_is_saved_where_nothing_fails(seen: dict[str, dict[str, Any]]
     assert plain["commits"] == [[step, step - 1][: min(step, 2)] for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("what", ["full disk", "full disk at the end", "hung"])
+@pytest.mark.parametrize("what", ["full disk", "input/output error", "full disk at the end", "hung"])
 def test_steps_go_on_and_the_last_commit_stays(seen: dict[str, dict[str, Any]], what: str) -> None:
     assert seen[what]["losses"] == seen["undisturbed"]["losses"]
     assert all(seen[what]["commits"])
@@ -34,13 +34,17 @@ def test_steps_go_on_and_the_last_commit_stays(seen: dict[str, dict[str, Any]], 
     assert newest == sorted(newest)
 
 
-def test_a_full_disk_is_told_with_its_rank(seen: dict[str, dict[str, Any]]) -> None:
-    (note,) = seen["full disk"]["notes"]
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("full disk", "No space left on device"), ("input/output error", "Input/output error")],
+)
+def test_a_bad_disk_is_told_with_its_rank(seen: dict[str, dict[str, Any]], what: str, said: str) -> None:
+    (note,) = seen[what]["notes"]
     assert note.startswith(f"step {BAD_STEP} could not be saved, and earlier commits are as they were: rank 1: ")
-    assert "No space left on device" in note
-    assert seen["full disk"]["commits"][BAD_STEP - 1] == [BAD_STEP - 1, BAD_STEP - 2]
-    assert seen["full disk"]["commits"][BAD_STEP] == [BAD_STEP + 1, BAD_STEP - 1]
-    assert seen["full disk"]["commits"][-1] == [STEPS, STEPS - 1]
+    assert said in note
+    assert seen[what]["commits"][BAD_STEP - 1] == [BAD_STEP - 1, BAD_STEP - 2]
+    assert seen[what]["commits"][BAD_STEP] == [BAD_STEP + 1, BAD_STEP - 1]
+    assert seen[what]["commits"][-1] == [STEPS, STEPS - 1]
 
 
 def test_a_last_step_that_can_not_be_saved_is_an_error(seen: dict[str, dict[str, Any]]) -> None:

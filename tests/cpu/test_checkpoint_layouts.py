@@ -15,12 +15,23 @@ from launching import run_ranks
 from safetensors.torch import load_file
 
 BOUND = 1e-12
-PAIRS = [
-    (family, layout, source)
-    for family in FAMILIES
-    for layout in layouts_of(family)
-    for source in sources_of(family, *layout)
-]
+
+
+def pairs(*, all_cases: bool) -> list[tuple[str, tuple[int, str], tuple[int, str]]]:
+    """Family, layout, and whose commit it loads."""
+    return [
+        (family, layout, source)
+        for family in FAMILIES
+        for layout in layouts_of(family)
+        for source in sources_of(family, *layout, all_cases=all_cases)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "source" in metafunc.fixturenames:
+        metafunc.parametrize(
+            ("family", "layout", "source"), pairs(all_cases=metafunc.config.getoption("--all-cases"))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +43,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> dict[Any, dict[str, Any]]:
+def loaded(request: pytest.FixtureRequest, directory: Path) -> dict[Any, dict[str, Any]]:
     found = {}
+    what = "load-all" if request.config.getoption("--all-cases") else "load"
     for world in (1, 2, 4):
-        run_ranks("checkpoint_cases.py", world, "load", str(world), str(directory), timeout_s=1800.0)
+        run_ranks("checkpoint_cases.py", world, what, str(world), str(directory), timeout_s=1800.0)
         for each in json.loads((directory / f"loaded-{world}.json").read_text()):
             found[each["family"], tuple(each["layout"]), tuple(each["source"])] = each
     return found
 
 
-@pytest.mark.parametrize(("family", "layout", "source"), PAIRS)
 def test_a_layout_loads_a_commit(
     loaded: dict[Any, dict[str, Any]], family: str, layout: tuple[int, str], source: tuple[int, str]
 ) -> None:
@@ -62,7 +73,9 @@ def test_a_layout_loads_a_commit(
 
 def test_every_commit_is_loaded_by_another_layout() -> None:
     for family in FAMILIES:
-        crossed = {source for each, layout, source in PAIRS if each == family and layout != source}
+        crossed = {
+            source for each, layout, source in pairs(all_cases=False) if each == family and layout != source
+        }
         assert crossed == set(layouts_of(family))
 
 

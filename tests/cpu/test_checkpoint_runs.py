@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 from trainwright.spec import toml
 from trainwright.spec.run import Run
-from trainwright.train.checkpoint.directory import saves_in
+from trainwright.train.checkpoint.directory import locked, saves_in
 from trainwright.train.checkpoint.manifest import MANIFEST
 from trainwright.train.shards import write_shards
 
-STEPS = 12
+STEPS, COMMITS = 12, 6
 COMMAND = [sys.executable, "-m", "trainwright"]
 
 
@@ -38,7 +38,7 @@ def run_on(directory: Path, name: str = "run.toml", **fields: object) -> Path:
     run = example_run(**fields)  # type: ignore[arg-type]
     values = run.plain() | {
         "data": {"source": "shards", "path": str(shards), "vocab_size": 258},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 2, "keep": COMMITS},
         "budget": {"tokens": STEPS * run.recipe.tokens_per_step},
     }
     path = directory / name
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_again_and_again_is_one_that_never_stopped(home: Pa
     assert status == 0, said
     assert "resumed at step" in said
     assert losses(out) == losses(home / "plain")
-    assert len((out / "ledger.jsonl").read_text().splitlines()) == 2
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == 2  # of two ranks
     status, said = train(home / "run.toml", out)
     assert status == 0
     assert f"all {STEPS} steps are done" in said
@@ -141,27 +141,30 @@ def test_another_batch_takes_each_sample_once(home: Path) -> None:
     assert (newest.step, newest.samples) == (STEPS - 1, (STEPS - 2) * 8 + 16)
 
 
-@pytest.mark.parametrize("what", ["flipped", "short", "gone", "without manifest"])
-def test_a_damaged_commit_is_named_and_the_one_before_is_taken(home: Path, what: str) -> None:
-    out = copied(home, what)
-    newest = saves_in(out / "checkpoints")[0]
-    path = newest.path / ("optimizer-00001.safetensors" if what != "without manifest" else MANIFEST)
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 4
-    if what == "flipped":
-        path.write_bytes(data)
-    elif what == "short":
-        path.write_bytes(data[:-100])
-    else:
-        path.unlink()
+def test_damaged_commits_are_named_and_the_one_before_is_taken(home: Path) -> None:
+    """Of six the newest four are damaged, each in another way."""
+    out = copied(home, "damaged")
+    paths = []
+    for save, what in zip(saves_in(out / "checkpoints"), ("flipped", "short", "gone", MANIFEST), strict=False):
+        path = save.path / (MANIFEST if what == MANIFEST else "optimizer-00001.safetensors")
+        paths.append(path)
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 4
+        if what == "flipped":
+            path.write_bytes(data)
+        elif what == "short":
+            path.write_bytes(data[:-100])
+        else:
+            path.unlink()
     status, said = train(home / "run.toml", out)
     assert status == 0, said
-    assert f"{newest.name}/{path.name}" in said
-    assert "that save is passed over" in said
-    assert f"resumed at step {STEPS - 2}" in said
+    for path in paths:
+        assert f"{path.parent.name}/{path.name}" in said
+    assert said.count("that save is passed over") == len(paths) == 4
+    assert f"resumed at step {STEPS - 8}" in said
     assert losses(out) == losses(home / "plain")
     listed = subprocess.run(
-        [*COMMAND, "checkpoints", str(out), "--json", "--verify"], capture_output=True, text=True, check=False
+        [*COMMAND, "checkpoint", "verify", str(out), "--json"], capture_output=True, text=True, check=False
     )
     states = [(each["step"], each["state"]) for each in json.loads(listed.stdout)["saves"]]
     assert (STEPS, "whole") in states
@@ -174,7 +177,7 @@ def test_nothing_whole_is_refused(home: Path) -> None:
         (save.path / "weights-00000.safetensors").unlink()
     status, said = train(home / "run.toml", out)
     assert status == 2
-    assert "none of its 2 saves is whole" in said
+    assert f"none of its {COMMITS} saves is whole" in said
     assert "weights-00000.safetensors: is missing" in said
     assert losses(out) == losses(home / "plain")
 
@@ -196,6 +199,16 @@ def test_another_run_is_refused_by_field(home: Path, fields: dict, complaint: st
     assert complaint in said
     assert "set it back, or choose a new --out" in said
     assert (home / "plain" / "run.toml").read_text() == before
+
+
+def test_the_commits_of_another_model_are_refused_by_tensor(home: Path) -> None:
+    """Where they are named by `checkpoint.directory`, and no run file beside them says it."""
+    wrong = run_on(home, "other-model.toml", mlp={"d_ff": 64})
+    there = home / "plain" / "checkpoints"
+    status, said = train(wrong, home / "elsewhere-model", "--set", f"checkpoint.directory={there}")
+    assert status == 2
+    assert "mlp.d_ff=64: but" in said
+    assert "(layers.0.mlp.gate.weight is [48, 32] there and [64, 32] here)" in said
 
 
 def test_other_data_are_refused(home: Path) -> None:
@@ -228,11 +241,49 @@ def test_what_is_no_directory_of_checkpoints_is_said(home: Path, tmp_path: Path)
         (tmp_path, "holds no checkpoints"),
     ):
         done = subprocess.run(
-            [*COMMAND, "checkpoints", str(directory)], capture_output=True, text=True, check=False
+            [*COMMAND, "checkpoint", "ls", str(directory)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
         assert complaint in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_commit_that_is_damaged_inside_is_refused_in_one_line(home: Path, tmp_path: Path) -> None:
+    out = copied(home, "damaged inside")
+    newest = saves_in(out / "checkpoints")[0]
+    path = newest.path / "weights-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for what in (["export"], ["reshard", "--ranks", "2"]):
+        said = checkpoint(*what, out, "--out", tmp_path / "result", status=2)["said"]
+        assert f"{newest.name}/{path.name}: bytes" in said
+        assert "choose another commit with --step" in said
+        assert len(said.splitlines()) == 1
+    assert [each.name for each in tmp_path.rglob("*")] == ["result", "lock"]
+    assert checkpoint("ls", newest.path)["saves"][0]["state"] == "whole"
+    checkpoint("verify", newest.path, status=1)
+
+
+def test_a_commit_is_not_cut_into_a_directory_that_a_run_writes(home: Path, tmp_path: Path) -> None:
+    with locked(tmp_path):
+        said = checkpoint("reshard", home / "plain", "--ranks", "2", "--out", tmp_path, status=2)["said"]
+    assert "is being written by another run" in said
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    """On a file system of 64 KiB that only the command sees."""
+    command = " ".join([*COMMAND, "checkpoint", "export", str(home / "plain"), "--out", str(tmp_path / "x")])
+    script = f"mount -t tmpfs -o size=64k none {tmp_path} || exit 99; {command}; echo $?; ls {tmp_path}"
+    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    done = subprocess.run(isolated, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode in (1, 99) and not done.stdout:
+        pytest.skip("no mount here")
+    assert done.stdout == "2\n"
+    assert "no space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def checkpoint(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
@@ -279,15 +330,17 @@ def test_a_commit_is_shown_and_exported(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 40])
 def test_a_commit_that_was_cut_anew_goes_on_alike(home: Path, tmp_path: Path, ranks: int) -> None:
-    """40 ranks are more than many tensors have rows."""
+    """40 ranks are more than many tensors have rows. The run goes on from one of them."""
     out = copied(home, f"cut for {ranks}", without=1)
-    (old,) = saves_in(out / "checkpoints")
+    old = saves_in(out / "checkpoints")[0]
     checkpoint("reshard", out, "--ranks", str(ranks), "--out", tmp_path)
     (new,) = saves_in(tmp_path)
     assert len(new.manifest().parts) == ranks
     before, after = blocks_in(old.path), blocks_in(new.path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    if ranks != 3:
+        return
     shutil.rmtree(old.path)
     shutil.move(new.path, old.path)
     status, said = train(home / "run.toml", out)
@@ -298,5 +351,5 @@ def test_a_commit_that_was_cut_anew_goes_on_alike(home: Path, tmp_path: Path, ra
 
 def test_a_commit_that_is_not_there_is_said(home: Path, tmp_path: Path) -> None:
     said = checkpoint("show", home / "plain", "--step", "5", status=2)["said"]
-    assert "--step=5: has no commit; there are 12, 10" in said
-    assert "holds no commit" in checkpoint("export", tmp_path, "--out", tmp_path / "x", status=2)["said"]
+    assert "--step=5: has no commit; there are 12, 10, 8, 6, 4, 2" in said
+    assert "holds no checkpoints" in checkpoint("export", tmp_path, "--out", tmp_path / "x", status=2)["said"]

@@ -23,7 +23,7 @@ def test_readme_shows_the_main_job() -> None:
     verbs = [shlex.split(command)[1] for command, _ in SHOWN]
     looked_at = ["predict", "layout", "timeline", "memory", "diff", "sweep", "sweep", "goodput", "validate"]
     trained = ["calibrate", "plan", "train", "compare", "train", "explain", "explain"]
-    saved = ["train", "checkpoints", "checkpoint", "checkpoint", "train", "chaos"]
+    saved = ["train", "checkpoint", "checkpoint", "checkpoint", "train", "chaos"]
     in_few_bits = ["plan", "train", "fp8"]
     assert verbs == ["plan"] * 6 + looked_at + trained + saved + in_few_bits
 

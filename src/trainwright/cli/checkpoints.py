@@ -1,42 +1,19 @@
-"""`trainwright checkpoints`: what a run has saved, and whether it is still what was written."""
+"""`trainwright checkpoint ls` and `verify`: what a run has saved, and whether it is still what was written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
-from trainwright.cli.options import AsJson
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainwright.spec.checkpointing import SavedStep
     from trainwright.train.checkpoint.directory import Save
 
-EXAMPLE = "Example: trainwright checkpoints out/run --verify"
 
-
-def checkpoints(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run's output, or the directory of its checkpoints.")
-    ],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte and hold it against the manifest's digests.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """List a run's checkpoints, the newest first, and what is wrong with any; writes nothing. Exit status is 1
-    where one is damaged."""
+def listed(directory: Path, *, verify: bool, as_json: bool) -> bool:
+    """Show a run's saves, or one of them, the newest first, and what is wrong with any; whether all are whole,
+    or were never ended. Writes nothing. `verify`: every byte is read."""
     from trainwright.cli import output
-    from trainwright.spec.errors import reject
-    from trainwright.train.checkpoint.directory import FOLDER, saves_in
 
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "is not there"
-        reject("DIR", str(directory), f"{what}; name the directory that train was given with --out")
-    root = directory / FOLDER if (directory / FOLDER).is_dir() else directory
-    saves = saves_in(root)
-    if not saves:
-        why = "holds no checkpoints; train with --set checkpoint.every_steps=100, say"
-        reject("DIR", str(directory), why)
+    root, saves = saves_of(directory)
     seen = [_looked_at(save, verify) for save in saves]
     if as_json:
         output.show_json({"directory": str(root), "verified": verify, "saves": [each.plain() for each in seen]})
@@ -44,8 +21,28 @@ def checkpoints(
         from trainwright.present.checkpoints import checkpoints_view
 
         output.show(checkpoints_view(str(root), seen, verified=verify))
-    if any(each.state == "damaged" for each in seen):
-        raise typer.Exit(1)
+    return all(each.state in ("whole", "unfinished") for each in seen)
+
+
+def saves_of(directory: Path) -> "tuple[Path, list[Save]]":
+    """Where a run's saves lie, and these, the newest first; of the directory of one, this one alone. Refuses what
+    has none."""
+    from trainwright.spec.errors import reject
+    from trainwright.train.checkpoint.directory import FOLDER, NAME, saves_in
+
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "is not there"
+        reject("DIR", str(directory), f"{what}; name the directory that train was given with --out")
+    if NAME.fullmatch(directory.resolve().name):  # also of `.` and `DIR/`
+        own = directory.resolve()
+        root, saves = own.parent, [each for each in saves_in(own.parent) if each.path == own]
+    else:
+        root = directory / FOLDER if (directory / FOLDER).is_dir() else directory
+        saves = saves_in(root)
+    if not saves:
+        why = "holds no checkpoints; name the directory that train was given with --out, or train with "
+        reject("DIR", str(directory), f"{why}--set checkpoint.every_steps=100, say")
+    return root, saves
 
 
 def _looked_at(save: "Save", verify: bool) -> "SavedStep":
@@ -61,9 +58,11 @@ def _looked_at(save: "Save", verify: bool) -> "SavedStep":
             with Reader(save, manifest.parts) as reader:
                 for part in manifest.parts:
                     reader.verify(part)
-    except (Damaged, InvalidSpec) as error:
+    except Damaged as error:
         state = "damaged" if save.is_committed else "unfinished"
         return SavedStep.parse({**name, "state": state, "complaint": str(error)})
+    except InvalidSpec as error:
+        return SavedStep.parse({**name, "state": "newer", "complaint": str(error)})
     degrees = manifest.run.get("layout", {})
     layout = ", ".join(f"{axis} {size}" for axis, size in degrees.items() if isinstance(size, int) and size > 1)
     return SavedStep.parse(

@@ -18,7 +18,6 @@ from trainwright.cli import (
     calibrate,
     chaos,
     checkpoint,
-    checkpoints,
     clusters,
     compare,
     demo,
@@ -55,7 +54,7 @@ VERBS = (
         "explain",
         "calibrate",
     ),
-    *("goodput", "checkpoints", "checkpoint", "chaos", "verify", "trace", "dryrun", "validate"),
+    *("goodput", "checkpoint", "chaos", "verify", "trace", "dryrun", "validate"),
     *("fp8", "models", "clusters", "demo"),
 )
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -99,7 +98,6 @@ app.command("goodput", epilog=goodput.EXAMPLE)(goodput.goodput)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("chaos", epilog=chaos.EXAMPLE)(chaos.chaos)
 app.command("train", epilog=train.EXAMPLE)(train.train)
-app.command("checkpoints", epilog=checkpoints.EXAMPLE)(checkpoints.checkpoints)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)

@@ -35,6 +35,10 @@ def toll_view(toll: Toll) -> RenderableType:
     ]
     parts = [headline(f"{toll.run_name}: {answer}", what), "", table(columns, rows)]
     parts.append(section("Beside the run left in peace", table([("", "<"), ("", "<")], ends)))
+    if toll.left_out:
+        parts.append(
+            section("Left out", table([("", "<"), ("", "<")], [[*each] for each in toll.left_out.items()]))
+        )
     if toll.false_alarms:
         parts.append(section("False alarms", table([("", "<")], [[text] for text in toll.false_alarms])))
     return Group(*parts)

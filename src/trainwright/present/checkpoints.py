@@ -32,7 +32,7 @@ def checkpoints_view(directory: str, saves: Sequence[SavedStep], *, verified: bo
         ]
         for each in saves
     ]
-    how = "every byte read" if verified else "names and lengths looked at; --verify reads every byte"
+    how = "every byte read" if verified else "names and lengths looked at; checkpoint verify reads every byte"
     parts = [headline(f"{len(saves)} in {directory}", how), "", table(columns, rows)]
     wrong = [[f"{each.step}", each.complaint] for each in saves if each.complaint]
     if wrong:

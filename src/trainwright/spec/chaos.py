@@ -1,7 +1,38 @@
 """What `chaos` does to a run, and what it cost: faults in a seeded order, and the run beside one to which nothing
 happened."""
 
+from typing import Literal
+
 from trainwright.spec.base import Count, Natural, NonNegative, Noun, Sequence
+
+PlantKind = Literal[
+    "kill",
+    "stop",
+    "busy",
+    "store",
+    "crash",
+    "slow",
+    "nan",
+    "spike",
+    "flip",
+    "lose",
+    "lose_all",
+    "later",
+    "rot",
+    "full",
+]
+
+
+class Planted(Noun):
+    """One fault. lose: the rank dies, and the memory of its host with it; lose_all: that of all hosts. later: it
+    dies `place` thousandths of two steps after the step began. rot: a byte of the newest commit changes, and the
+    rank dies. full: the disk of commits takes nothing from this rank until the step after. flip: a bit of a tensor
+    of the state changes, weights and moments counted through by `place`. spike: a rank with the head."""
+
+    kind: PlantKind
+    rank: Natural
+    step: Count
+    place: Natural = 0
 
 
 class Blow(Noun):
@@ -29,6 +60,8 @@ class Toll(Noun):
     ranks: Count
     steps: Count
     blows: Sequence[Blow]
+    left_out: dict[str, str]
+    """Kinds that this run can't have, and why."""
     false_alarms: Sequence[str]
     """What was told and was not done to the run."""
     losses_equal: bool

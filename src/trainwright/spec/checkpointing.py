@@ -48,14 +48,14 @@ class Checkpointing(Noun):
 
 
 class SavedStep(Noun):
-    """A save, as `checkpoints` shows it."""
+    """A save, as `checkpoint ls` shows it."""
 
     name: str
     step: Natural
     generation: Natural
-    state: Literal["whole", "damaged", "unfinished"]
+    state: Literal["whole", "damaged", "unfinished", "newer"]
     """Whole: what was looked at is as it was written, which is names and lengths, and every byte where that was
-    asked for."""
+    asked for. Newer: a later program wrote it, in a format that this one can't read."""
     complaint: str = ""
     """What is wrong with it."""
     num_bytes: Natural = 0

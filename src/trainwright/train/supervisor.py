@@ -89,12 +89,12 @@ class _Attempts:
         self.places = Places(self.run, self.policy.lemon_after)
 
     def until_the_end(self) -> int:
-        now, failed = self.run, None
+        now, failed, known_s = self.run, None, 0.0
         while True:
             folder = self.directory / f"attempt-{self.number}"
             folder.mkdir()
             save_s = now.checkpoint.deadline_s if now.checkpoint is not None else 0.0
-            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell, failed, save_s)
+            watchdog = Watchdog(folder, stages_of(now), self.number, self.policy, tell, failed, save_s, known_s)
             if now.layout.dp < self.run.layout.dp and self.policy.grow_after_steps:
                 watchdog.grow_at_step = self.furthest_step + self.policy.grow_after_steps
             watchdog.start()
@@ -104,7 +104,7 @@ class _Attempts:
                 watchdog.stop()
             if ended.status in (0, BAD_INPUT) or ended.is_signalled:
                 return ended.status
-            failed = watchdog.reached, time.monotonic()
+            failed, before = (watchdog.reached, time.monotonic()), now
             self._count(watchdog)
             if watchdog.has_grown:
                 now = self._grown(watchdog)
@@ -119,6 +119,8 @@ class _Attempts:
                     note(f"{text}, as supervision.max_restarts has it: the run is given up")
                     return ended.status
                 now = self._next(now, failure)
+            # Other layouts have other acts.
+            known_s = watchdog.learned_s if now.layout == before.layout else 0.0
             self.number += 1
 
     def _arguments(self, now: Run, folder: Path) -> list[str]:

@@ -31,7 +31,7 @@ def blocks_of(data: memoryview) -> Iterable[memoryview]:
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a new file and wait until its content is on the disk."""
+    """Write a new file and wait until its content is on the disk; an `OSError` names it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         for block in blocks:
@@ -39,6 +39,8 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
             while left:
                 left = left[os.write(descriptor, left) :]
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 

@@ -28,7 +28,7 @@ from trainwright.train.checkpoint.reading import Reader
 from trainwright.train.checkpoint.restoring import restore
 from trainwright.train.checkpoint.saving import OTHER_FAILED, Writing, commit, write_part
 from trainwright.train.checkpoint.snapshot import Snapshot
-from trainwright.train.checkpoint.state import held_blocks
+from trainwright.train.checkpoint.state import held_blocks, held_weights
 from trainwright.train.checkpoint.writers import WritePlan, planned
 from trainwright.train.faults.attendant import Attendant
 from trainwright.train.faults.reasons import Diverged
@@ -158,7 +158,7 @@ class Keeper:
     def _loaded(self, save: Save) -> Manifest | str:
         """The manifest of a commit that all ranks have loaded, or what is wrong with it."""
         manifest: Manifest | None = None
-        complaint, refusal = "", ""
+        complaint, refusal, other = "", "", ""
         try:
             # A rank looks at what it reads; the first one at what nobody reads too.
             manifest = save.look_over() if self._is_first else save.manifest()
@@ -170,15 +170,28 @@ class Keeper:
         except Damaged as error:
             complaint = str(error)
         except InvalidSpec as error:
-            refusal = str(error)
+            refusal, other = str(error), self._other_tensor(manifest)
         # One sum first: texts travel only where something is wrong.
         failed, refused = self._summed([float(bool(complaint)), float(bool(refusal))])
         if refused:
-            raise InvalidSpec(next(filter(None, self._of_all(refusal))))
+            said, others = self._of_all(refusal), self._of_all(other)
+            raise InvalidSpec(next(filter(None, said)) + next(filter(None, others), ""))
         if failed:
             return next(filter(None, self._of_all(complaint)))
         assert manifest is not None
         return manifest
+
+    def _other_tensor(self, manifest: Manifest | None) -> str:
+        """The first weight of this rank that a commit has in another shape, or not at all, for people."""
+        if manifest is None:
+            return ""
+        for held in held_weights(self.trainer):
+            entry = manifest.tensors.get(held.name)
+            if entry is None:
+                return f" ({held.name} is not in it)"
+            if entry.shape != held.whole_shape:
+                return f" ({held.name} is {list(entry.shape)} there and {list(held.whole_shape)} here)"
+        return ""
 
     # Saving
 

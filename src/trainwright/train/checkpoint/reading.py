@@ -19,9 +19,11 @@ class Reader:
 
     def __init__(self, save: Save, parts: Iterable[Part]) -> None:
         self.save = save
+        parts = tuple(parts)
         self._entries = {file.name: file for part in parts for file in part.files}
         self._descriptors: dict[str, int] = {}
-        self._block = bytearray(BLOCK_BYTES)
+        longest = max((piece.length_bytes for part in parts for piece in part.pieces), default=0)
+        self._block = bytearray(min(BLOCK_BYTES, longest))
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +57,7 @@ class Reader:
         """Read everything that one rank wrote."""
         for file in part.files:
             self._opened(file.name)
-        scratch = memoryview(bytearray(BLOCK_BYTES))
+        scratch = memoryview(bytearray(len(self._block)))
         for piece in part.pieces:
             for start in range(0, piece.length_bytes, BLOCK_BYTES):
                 stop = min(piece.length_bytes, start + BLOCK_BYTES)

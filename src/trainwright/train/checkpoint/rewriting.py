@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from trainwright.spec.errors import reject
 from trainwright.spec.units import GIB
-from trainwright.train.checkpoint.directory import Save, save_of
+from trainwright.train.checkpoint.directory import Save, locked, save_of
 from trainwright.train.checkpoint.files import blocks_of, digest_of, put_file, sync_directory, write_file
 from trainwright.train.checkpoint.headers import WIDTHS, block_title, header_of
 from trainwright.train.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Part, Piece, TensorEntry, text_of
@@ -60,10 +61,9 @@ def export(save: Save, out: Path) -> int:
     _require_new(out)
     beside = out.with_name(out.name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     where: dict[str, str] = {}
     total = 0
-    with Reader(save, manifest.parts) as reader:
+    with _whole_or_not(beside), Reader(save, manifest.parts) as reader:
         for number, names in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = [(name, manifest.tensors[name].dtype, manifest.tensors[name].shape) for name in names]
@@ -72,28 +72,39 @@ def export(save: Save, out: Path) -> int:
             write_file(beside / file, _after(header, values))
             where |= dict.fromkeys(names, file)
             total += sum(_num_bytes(manifest.tensors[name]) for name in names)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    put_file(beside / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-    put_file(beside / "run.json", json.dumps(manifest.run, indent=2).encode())
-    beside.rename(out)
-    sync_directory(out.parent)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        put_file(beside / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        put_file(beside / "run.json", json.dumps(manifest.run, indent=2).encode())
+        beside.rename(out)
+        sync_directory(out.parent)
     return total
 
 
 def reshard(save: Save, root: Path, ranks: int) -> Save:
     """Write a commit of the same state to `root`, its tensors cut along their first dim for so many ranks. Raises
-    `Damaged`, and `InvalidSpec` where a commit of this step is there."""
+    `Damaged`, and `InvalidSpec` where a commit of this step is there, or a run saves there."""
     manifest = save.look_over()
     new = save_of(root, save.step, save.generation)
     _require_new(new.path)
-    new.path.mkdir(parents=True)
-    with Reader(save, manifest.parts) as reader:
+    # A run that saves there meanwhile would take it for a save that never ended.
+    with locked(root, patience_s=0.0), _whole_or_not(new.path), Reader(save, manifest.parts) as reader:
         blocks = (_blocks_for(reader, manifest, rank, ranks) for rank in range(ranks))
         parts = tuple(_written(new, rank, manifest.tensors, each) for rank, each in enumerate(blocks))
-    changed = manifest.changed(parts=parts, written_at_s=time.time())
-    put_file(new.path / MANIFEST, text_of(changed))
-    sync_directory(root)
+        changed = manifest.changed(parts=parts, written_at_s=time.time())
+        put_file(new.path / MANIFEST, text_of(changed))
+        sync_directory(root)
     return new
+
+
+@contextmanager
+def _whole_or_not(path: Path) -> Iterator[None]:
+    """Make a directory, and remove it where its filling fails."""
+    path.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _blocks_for(reader: Reader, manifest: Manifest, rank: int, ranks: int) -> Iterator[Block]:

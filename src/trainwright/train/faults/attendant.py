@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from trainwright.spec.chaos import Planted
 from trainwright.spec.run import Run
 from trainwright.spec.supervision import GuardState
 from trainwright.train.checkpoint.state import kept_moments, make_moments
@@ -16,7 +17,7 @@ from trainwright.train.data import Batch
 from trainwright.train.faults.beats import Pulse
 from trainwright.train.faults.collectives import last_entered
 from trainwright.train.faults.guard import Judge
-from trainwright.train.faults.plant import Planted, Plants, read_plants
+from trainwright.train.faults.plant import Plants, read_plants
 from trainwright.train.faults.reasons import RunEnded
 from trainwright.train.faults.replicas import Replicas
 from trainwright.train.parallelize import StepResult, Trainer

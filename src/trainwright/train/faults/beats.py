@@ -77,7 +77,7 @@ class Pulse:
     def change(self, phase: str) -> None:
         """The program goes over to a cause, or a phase outside of steps."""
         words, now_ns = self._words, time.monotonic_ns()
-        if words[PHASE] >= len(OUTSIDE):
+        if words[PHASE] >= len(OUTSIDE) and phase != "failing":  # an act that failed is no measure of others
             words[LONGEST_NS] = max(words[LONGEST_NS], now_ns - words[CHANGED_NS])
         words[PHASE] = self._numbers[phase]
         words[CHANGED_NS] = now_ns

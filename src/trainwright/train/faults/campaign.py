@@ -8,12 +8,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.spec.chaos import Blow, Toll
+from trainwright.spec.chaos import Blow, Planted, Toll
 from trainwright.spec.errors import nearest, reject
 from trainwright.spec.run import Run
 from trainwright.train.checkpoint.directory import saves_in
 from trainwright.train.checkpoint.files import digest_of
-from trainwright.train.faults.plant import Planted
 
 SEEN_AS: dict[str, tuple[str, ...]] = {
     "kill": ("died",),
@@ -36,22 +35,30 @@ LEAST_APART = 3
 
 def kinds_of(run: Run, chosen: Sequence[str]) -> list[str]:
     """Those of `chosen`, or all, that the run can have; refuses what it can't, where it was asked for."""
-    assert run.supervision is not None
-    assert run.checkpoint is not None
-    compares = bool(run.supervision.digest_every_steps)
-    needs = {
-        "flip": (
-            compares and has_replicas(run),
-            "supervision.digest_every_steps above 0, and state that each has a replica, as recipe.zero=0 with dp",
-        ),
-        "lose": (bool(run.checkpoint.memory_every_steps), "checkpoint.memory_every_steps above 0"),
-    }
+    left_out = left_out_of(run)
     for kind in chosen:
         if kind not in SEEN_AS:
             reject("--kinds", kind, f"is no fault; {nearest(kind, SEEN_AS)}")
-        if kind in needs and not needs[kind][0]:
-            reject("--kinds", kind, f"needs {needs[kind][1]}; add it with --set, or leave the kind out")
-    return [kind for kind in chosen or SEEN_AS if kind not in needs or needs[kind][0]]
+        if kind in left_out:
+            reject("--kinds", kind, f"{left_out[kind]}; add it with --set, or leave the kind out")
+    return [kind for kind in chosen or SEEN_AS if kind not in left_out]
+
+
+def left_out_of(run: Run) -> dict[str, str]:
+    """Kinds that a run can't have, and why."""
+    assert run.supervision is not None
+    assert run.checkpoint is not None
+    found: dict[str, str] = {}
+    if not has_replicas(run):
+        found["flip"] = (
+            "needs state that each has a replica, as recipe.zero=0 with dp: a bit that flips in memory in a shard "
+            "that no other rank holds is unseen by nature"
+        )
+    elif not run.supervision.digest_every_steps:
+        found["flip"] = "needs supervision.digest_every_steps above 0"
+    if not run.checkpoint.memory_every_steps:
+        found["lose"] = "needs checkpoint.memory_every_steps above 0"
+    return found
 
 
 def has_replicas(run: Run) -> bool:
@@ -128,6 +135,7 @@ def toll(
         ranks=run.layout.world,
         steps=len(losses[0]),
         blows=tuple(blows),
+        left_out=left_out_of(run),
         false_alarms=tuple(each["text"] for each in left),
         losses_equal=losses[0] == losses[1],
         first_difference=next(differing, 0),

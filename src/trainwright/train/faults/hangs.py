@@ -15,7 +15,7 @@ from trainwright.train.faults.sights import Answer, Collective, Sight
 STOPPED_S = 1.0
 """A process that stays stopped so long was not stopped for a moment, as a debugger or a full terminal does."""
 FIRST_STEPS = 2
-"""Of which nothing is known yet: what compiles or connects in them takes its time."""
+"""Of which nothing is known yet, in the first start: what compiles or connects in them takes its time."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,21 @@ class Hang:
     still_s: float
 
 
-def limit_s(sights: Sequence[Sight], hang_s: float, patience_s: float) -> float:
-    """How long all may stand still; `patience_s` where it isn't the steps that decide."""
-    if any(not each.is_in_step or each.steps_done < FIRST_STEPS for each in sights):
+def limit_s(sights: Sequence[Sight], hang_s: float, patience_s: float, known_s: float = 0.0) -> float:
+    """How long all may stand still; `patience_s` where it isn't the steps that decide. `known_s`: the longest act
+    of an earlier start of the same processes, first steps included; 0 where there was none."""
+    are_first = any(each.steps_done < FIRST_STEPS for each in sights)
+    if any(not each.is_in_step for each in sights) or (are_first and not known_s):
         return patience_s
-    return max(hang_s, HANG_FACTOR * max(each.longest_s for each in sights))
+    return max(hang_s, HANG_FACTOR * max(known_s, *(each.longest_s for each in sights)))
+
+
+def learned_s(sights: Sequence[Sight]) -> float:
+    """The longest act of all ranks, for the next start of these processes; 0 where not even the first steps were
+    done."""
+    if any(each.steps_done < FIRST_STEPS for each in sights):
+        return 0.0
+    return max((each.longest_s for each in sights), default=0.0)
 
 
 def stopped(sights: Sequence[Sight], since_s: Mapping[int, float]) -> Hang | None:
@@ -44,9 +54,9 @@ def stopped(sights: Sequence[Sight], since_s: Mapping[int, float]) -> Hang | Non
     return Hang(tuple(each.rank for each in found), "; ".join(texts), still_s)
 
 
-def stands_still(sights: Sequence[Sight], hang_s: float, patience_s: float) -> bool:
+def stands_still(sights: Sequence[Sight], hang_s: float, patience_s: float, known_s: float = 0.0) -> bool:
     """Whether no rank has got on for so long that one must hang."""
-    return bool(sights) and min(each.still_s for each in sights) > limit_s(sights, hang_s, patience_s)
+    return bool(sights) and min(each.still_s for each in sights) > limit_s(sights, hang_s, patience_s, known_s)
 
 
 def named(sights: Sequence[Sight], answers: Mapping[int, Answer], silence_s: float) -> Hang:

@@ -13,51 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
-from trainwright.spec.base import Count, Natural, Noun
+from trainwright.spec.chaos import Planted, PlantKind
 from trainwright.train.checkpoint.directory import saves_in
 from trainwright.train.checkpoint.state import held_blocks
 from trainwright.train.data import Batch
 from trainwright.train.faults.shared import MEMORY, host_folder
 from trainwright.train.parallelize import Trainer
 
-PlantKind = Literal[
-    "kill",
-    "stop",
-    "busy",
-    "store",
-    "crash",
-    "slow",
-    "nan",
-    "spike",
-    "flip",
-    "lose",
-    "lose_all",
-    "later",
-    "rot",
-    "full",
-]
-
 AFTER: tuple[PlantKind, ...] = ("flip",)
 SLOW_FACTOR = 1.5
 SPIKE = 30.0
 """By which the head's input is multiplied: predictions are as wrong as before, and sure of it."""
-
-
-class Planted(Noun):
-    """One fault. lose: the rank dies, and the memory of its host with it; lose_all: that of all hosts. later: it
-    dies `place` thousandths of two steps after the step began. rot: a byte of the newest commit changes, and the
-    rank dies. full: the disk of commits takes nothing from this rank until the step after. flip: a bit of a tensor
-    of the state changes, weights and moments counted through by `place`. spike: a rank with the head."""
-
-    kind: PlantKind
-    rank: Natural
-    step: Count
-    place: Natural = 0
 
 
 def read_plants(path: Path) -> list[Planted]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainwright.spec.supervision import FaultRecord, Supervision
-from trainwright.train.faults.hangs import Hang, named, stands_still, stopped
+from trainwright.train.faults.hangs import Hang, learned_s, named, stands_still, stopped
 from trainwright.train.faults.sights import SeenRank, Sight
 from trainwright.train.faults.slowness import Slowness
 
@@ -42,15 +42,16 @@ class Watchdog(threading.Thread):
         tell: Callable[[FaultRecord], None],
         failed: tuple[int, float] | None = None,
         save_s: float = 0.0,
+        known_s: float = 0.0,
     ) -> None:
         """failed: in which step the attempt before ended, and when that was known, by the monotonic clock; save_s:
-        for which a step may wait for a save."""
+        for which a step may wait for a save; known_s: the longest act of earlier attempts in this layout."""
         super().__init__(daemon=True, name="watchdog")
         self._attempt, self._policy, self._tell = attempt, policy, tell
         self._world = sum(map(len, stages))
         self.ranks = [SeenRank(directory, rank) for rank in range(self._world)]
         self._slowness = Slowness(stages, policy.slow_factor)
-        self._failed = failed
+        self._failed, self._known_s = failed, known_s
         self._patience_s = max(START_S, save_s + policy.hang_s)
         self.last_step = 0
         self._stopped_since_s: dict[int, float] = {}
@@ -68,6 +69,12 @@ class Watchdog(threading.Thread):
     def reached(self) -> int:
         """The furthest step that a rank has been in, from 1."""
         return max((each.step for each in self.seen.values()), default=0)
+
+    @property
+    def learned_s(self) -> float:
+        """The longest act of this attempt and earlier ones in its layout; 0: none is known."""
+        own_s = learned_s(list(self.seen.values())) if len(self.seen) == self._world else 0.0
+        return max(self._known_s, own_s)
 
     def stop(self) -> None:
         self._is_over.set()
@@ -109,7 +116,8 @@ class Watchdog(threading.Thread):
         if hang is not None:
             return hang
         awake_s = now_s - self._awake_since_s
-        if not stands_still(sights, self._policy.hang_s, self._patience_s) or awake_s < self._policy.hang_s:
+        still = stands_still(sights, self._policy.hang_s, self._patience_s, self._known_s)
+        if not still or awake_s < self._policy.hang_s:
             self._asked_at_s = None
             return None
         if self._asked_at_s is None:
