@@ -146,13 +146,15 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
     heads, d_model = attention.num_heads / table.columns.tp, table.model.d_model
     query, value = heads * (attention.d_nope + attention.d_rope), heads * attention.d_value
     reads = FULL | normed(table)
+    # What reads the latents gives up its output alone (train/parallel/made_again.py).
+    again: dict[str, Any] = {"reads": FULL, "again": UP, "output_again": True}
     if attention.q_lora_rank is None:
         made = projection(table, "q", d_model, query, reads=reads, again=FULL)
     else:
         rank = attention.q_lora_rank
         made = (
             *projection(table, "q_down", d_model, of(table, rank), reads=reads, again=FULL, cut=OF_LATENTS),
-            *projection(table, "q_up", rank, query, reads=FULL, again=UP, gathered=False),
+            *projection(table, "q_up", rank, query, gathered=False, **again),
         )
     down = of(table, attention.kv_lora_rank + attention.d_rope)
     size, norms = table.recipe.compute_bytes, 2 if attention.q_lora_rank else 1
@@ -168,7 +170,7 @@ def _latent_projections(table: Table, attention: LatentAttention) -> tuple[tuple
         *made,
         *projection(table, "kv_down", d_model, down, again=FULL, save_input=False, cut=OF_LATENTS),
         latent_norms,
-        *projection(table, "kv_up", attention.kv_lora_rank, up, reads=FULL, again=UP, gathered=False),
+        *projection(table, "kv_up", attention.kv_lora_rank, up, gathered=False, **again),
     )
     return made, _Widths(query, query, value, value)
 

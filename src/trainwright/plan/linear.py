@@ -87,15 +87,18 @@ def projection(
     cast_input: bool | None = None,
     cut: Cut = ALONG_OUTPUT,
     whole: int | None = None,
+    output_again: bool = False,
 ) -> tuple[Operation, ...]:
     """A projection of the residual stream (whose shard is saved), or of a latent that every rank holds whole.
 
     reads: marks under which its input is made again in backward, and so not kept. cast_input: whether it is the
     first to read its input in a low format; where it saves it, unless said otherwise. cut: which ranks have parts
     of its tensors. whole: marks under which its block runs again with copies of its input; those of `again` unless
-    said otherwise.
+    said otherwise. output_again: what is made again is its output, and not what it keeps.
     """
-    saved = kept_input(table, k, reads, again, gathered=gathered) if save_input else ()
+    saved = ()
+    if save_input:
+        saved = kept_input(table, k, reads, again, gathered=gathered, is_cast_again=not output_again)
     matmul = Matmul(name, table.tokens, of(table, k), n, saved, again, shares_input=not save_input)
     is_first = save_input if cast_input is None else cast_input
     there = input_again(table, again if whole is None else whole) if gathered else None
@@ -109,15 +112,19 @@ def input_again(table: Table, whole: int) -> Again:
     return Again(is_gathered_again(table), normed(table), whole)
 
 
-def kept_input(table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool) -> tuple[Saved, ...]:
+def kept_input(
+    table: Table, k: Floats | float, reads: int, again: int, *, gathered: bool, is_cast_again: bool = True
+) -> tuple[Saved, ...]:
     """What a projection keeps of its input, (tokens, k), for the weight gradient. gathered: the input comes out of
-    a gather over tp, where there is one. Where the projection itself runs again, its input is kept as it came."""
+    a gather over tp, where there is one. Where the projection itself runs again, its input is kept as it came, in
+    the place of a cast copy, or beside it."""
     size = table.recipe.compute_bytes
     plain: Floats = (table.residual_tokens if gathered else table.tokens) * k * size
     if not table.recipe.is_low_precision:
         return (Saved(plain, reads),)
     again &= ~FULL
-    copy, is_shard = quantized(table, table.tokens, k, reads | again), is_gathered_again(table) & gathered
+    dropped_by = reads | again if is_cast_again else reads
+    copy, is_shard = quantized(table, table.tokens, k, dropped_by), is_gathered_again(table) & gathered
     kept = [copy._replace(bytes=np.where(is_shard, 0.0, copy.bytes))]
     if is_shard.any():
         kept.append(Saved(np.where(is_shard, plain, 0.0), reads))
