@@ -57,10 +57,6 @@ NOT_YET = (
     "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
     "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
-    "experts that are multiplied one by one, whose activation alone is recomputed, in a schedule that splits "
-    "backward: a part of their weights' gradients is recorded as the head's",
-    "zb_h1 with full recompute, zero 2 and loss_chunks on the last stage: some sums of a layer's weight gradients "
-    "that the planner counts weren't there, in bf16 too (seen with tp 4, pp 4, dp 2 and loss_chunks 3)",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
 )
 """What is not equal, or not compared, yet: named here and in docs/exactness.md."""

@@ -166,8 +166,8 @@ class Counting(LiveBytes):
         self._act, self._most = name, self.bytes
 
     def _save(self, maker: SavedKey, key: int) -> None:
-        if maker.operator == QUANTIZED and self._bytes_of[key] <= SCALE_BYTES:
-            return  # A scale of a whole tensor (`spec.left_out`).
+        if self._bytes_of[key] <= SCALE_BYTES:
+            return  # A scale of a whole tensor, or another scalar (`spec.left_out`).
         self._saved.append((maker, self._bytes_of[key], self._references[key]))
 
     def _let_go(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -210,8 +210,6 @@ class Counting(LiveBytes):
         if not where and (is_attention or name in ("bmm", "baddbmm")):
             # A core that was recomputed outside of its module, in the middle of a backward.
             where = "attention"
-        if not where and name == "_grouped_mm":
-            where = "layers.0.mlp.experts"
         return FlopsKey(phase, where, "attention" if is_attention else "matmul")
 
     def _counts(self, tensor: torch.Tensor) -> bool:

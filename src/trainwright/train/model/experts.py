@@ -83,10 +83,10 @@ class Experts(nn.Module):
         self, row_RD: torch.Tensor, weight_R: torch.Tensor, count_X: torch.Tensor, weights: Weights
     ) -> torch.Tensor:
         """The same with these weights, which are the module's or a rank's part of them."""
-        up_RF = self._matmul("up", row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
+        up_RF = self.matmul("up", row_RD, weights.up_XFD, weights.up_bias_XF, count_X)
         gate_RF = None
         if weights.gate_XFD is not None:
-            gate_RF = self._matmul("gate", row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
+            gate_RF = self.matmul("gate", row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
         out_RD = self.contract(up_RF, gate_RF, weight_R, count_X, weights.down_XDF)
         if weights.down_bias_XD is not None:
             bias_RD = weights.down_bias_XD.repeat_interleave(count_X, dim=0)
@@ -107,9 +107,9 @@ class Experts(nn.Module):
             inner_RF = clamped_swiglu(gate_RF, up_RF) * weight_R.unsqueeze(-1).to(up_RF.dtype)
         else:
             inner_RF = _Weighted.apply(up_RF, gate_RF, weight_R, ACTIVATIONS[self.activation])  # pyright: ignore[reportAssignmentType]
-        return self._matmul("down", inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
+        return self.matmul("down", inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
 
-    def _matmul(
+    def matmul(
         self,
         name: str,
         row_RI: torch.Tensor,

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainwright.spec.schedule import Act
 from trainwright.spec.traffic import Phase
+from trainwright.train.model.experts import Experts
 from trainwright.train.parallel.transfers import Transfer
 from trainwright.train.parallelize import Trainer
 
@@ -74,6 +75,15 @@ class Places:
             for name, module in piece.named_modules()
             for hook in self._hooks(name, module)
         ]
+        experts = [
+            (name, module)
+            for piece in self._trainer.pieces
+            for name, module in piece.named_modules()
+            if isinstance(module, Experts)
+        ]
+        for name, module in experts:
+            # Of what is recomputed of them no module's forward is run.
+            module.matmul = self._inside(name, module.matmul)
         pipeline, label = self._trainer.pipeline, FSDPParamGroup._with_fqn
         program = pipeline._program
         pipeline._program = self._watched(program)  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,19 +102,31 @@ class Places:
             pipeline._program = program
             for hook in hooks:
                 hook.remove()
+            for _, module in experts:
+                del module.matmul
+
+    def _inside(self, name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*inputs: Any) -> torch.Tensor:
+            self._enter(name)
+            try:
+                return function(*inputs)
+            finally:
+                self._leave()
+
+        return run
 
     def _hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._modules.append(name)
-            self._note()
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._modules.pop()
-            self._note()
-
-        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_pre_hook(lambda module, inputs: self._enter(name))
         # A recomputed layer stops, by an exception, at the last tensor that backward wants.
-        yield module.register_forward_hook(leave, always_call=True)
+        yield module.register_forward_hook(lambda module, inputs, output: self._leave(), always_call=True)
+
+    def _enter(self, name: str) -> None:
+        self._modules.append(name)
+        self._note()
+
+    def _leave(self) -> None:
+        self._modules.pop()
+        self._note()
 
     def _note(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
