@@ -46,7 +46,7 @@ class Plants:
         self._mine = [(number, each) for number, each in enumerate(planted) if each.rank == trainer.mesh.rank]
         self._began_s, self._has_begun = 0.0, False
         self._step_s = math.inf
-        """Of the fastest step so far, with what came after it: one that waits for a disk says nothing of others."""
+        """Of the fastest step so far, with what came after it: one that waits for a disk tells nothing."""
         self._undo: list[Callable[[], None]] = []
         self._until: dict[int, Callable[[], None]] = {}
         """What ends with the beginning of a step."""
