@@ -6,6 +6,7 @@ Each happens once, however often the step is done again: a file beside the beats
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -43,16 +44,18 @@ class Plants:
         """shared: the supervisor's directory; commits: that of checkpoints."""
         self._trainer, self._shared, self._commits = trainer, shared, commits
         self._mine = [(number, each) for number, each in enumerate(planted) if each.rank == trainer.mesh.rank]
-        self._began_s = time.perf_counter()
-        self._step_s = 0.0
-        """Of the last step, with what came after it."""
+        self._began_s, self._has_begun = 0.0, False
+        self._step_s = math.inf
+        """Of the fastest step so far, with what came after it: one that waits for a disk tells nothing."""
         self._undo: list[Callable[[], None]] = []
         self._until: dict[int, Callable[[], None]] = {}
         """What ends with the beginning of a step."""
 
     def before(self, step: int) -> None:
         now_s = time.perf_counter()
-        self._step_s, self._began_s = now_s - self._began_s, now_s
+        if self._has_begun:
+            self._step_s = min(self._step_s, now_s - self._began_s)
+        self._began_s, self._has_begun = now_s, True
         self._take_back()  # of a step that was not finished
         self._until.pop(step, lambda: None)()
         for each in self._due(step, [kind for kind in get_args(PlantKind) if kind not in AFTER]):
@@ -89,7 +92,8 @@ class Plants:
         elif planted.kind == "crash":
             raise RuntimeError("planted: this rank crashes")
         elif planted.kind == "later":
-            delay_s = 2 * self._step_s * planted.place / 1000
+            # In the first step of a process nothing is known of how long one takes: at once.
+            delay_s = 2 * self._step_s * planted.place / 1000 if math.isfinite(self._step_s) else 0.0
             timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
