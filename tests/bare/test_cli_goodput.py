@@ -310,3 +310,9 @@ def test_the_published_points_are_those_of_the_file() -> None:
     assert json.dumps(tomllib.loads(text)["mttf"][1]["kind"]) == '"measured"'
     points = {each.devices: (each.mttf_s, each.kind) for each in catalogue.published_failures().mttf}
     assert points[16384] == (6480.0, "projected")
+
+
+def test_more_nodes_in_repair_than_there_are_is_said(asked: Asked) -> None:
+    told = asked("goodput", EXAMPLE, "--days", "30", "--runs", "10", "--failure-rate", "1e6")
+    assert any("in repair at a time" in note for note in told["notes"])
+    assert all(each["first_order"] == 0 for each in told["judged"])

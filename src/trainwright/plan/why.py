@@ -115,10 +115,17 @@ def _binds(race: Race, row: int, plan: Prediction) -> Iterator[str]:
         yield f"memory does not bind: of all {len(evaluation.fits):,} plans, fitting or not, none is faster"
         return
     rival = prediction(evaluation, next_row, None)
+    less = f"{1 - rival.step_s / plan.step_s:.1%} less"
     yield (
-        f"memory binds: {choices_text(rival)} would take {1 - rival.step_s / plan.step_s:.1%} less, but is short "
+        f"memory binds: {choices_text(rival)}, {_held_text(rival)} would take {less}, but is short "
         f"by {bytes_text(rival.short_by_bytes)}, mostly {rival.largest_bytes_cause}"
     )
+
+
+def _held_text(plan: Prediction) -> str:
+    """What else of a plan's recipe decides what it holds."""
+    gathered = plan.recipe.zero == 3 and not plan.recipe.reshard_after_forward
+    return f"micro-batch {plan.recipe.micro_batch}" + (", gathered until backward," if gathered else "")
 
 
 def _rules(question: Question, plan: Prediction) -> Iterator[str]:

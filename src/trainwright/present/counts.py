@@ -16,6 +16,11 @@ RULE = (
     "choices of experts are even: token t takes experts (t * top_k + c) mod X; other ranks send what this one does"
 )
 
+OF_A_CPU = (
+    "kernels are a CPU's, which pads latent attention's values to the width of its keys and makes the loss wide: "
+    "the most that is live is more than on the device that `memory` predicts"
+)
+
 
 def counts_view(
     run: Run,
@@ -27,9 +32,9 @@ def counts_view(
     kept_compared: Collection[int],
 ) -> RenderableType:
     """Every rank that was run. kept_compared: ranks whose kept bytes the planner counts."""
-    parts: list[RenderableType] = [
-        headline(f"{run.name} ({run.hash}): a step without numbers, {run.layout.world:,} ranks", f"Rule: {RULE}")
-    ]
+    title = f"{run.name} ({run.hash}): a step without numbers, {run.layout.world:,} ranks"
+    rules = RULE if run.cluster.device.kind == "cpu" else f"{RULE}; {OF_A_CPU}"
+    parts: list[RenderableType] = [headline(title, f"Rule: {rules}")]
     if changes:
         rows = [(field, f"{before} -> {after}") for field, before, after in changes]
         parts.append(section("Set aside, as the trainer doesn't do it", facts(rows)))

@@ -17,7 +17,7 @@ from trainwright.spec.recipe import Recipe
 from trainwright.spec.run import Run
 from trainwright.spec.sizing import Sizing
 from trainwright.spec.stages import sizes_text
-from trainwright.spec.units import bytes_text, count_text, scaled, seconds_text
+from trainwright.spec.units import SECONDS_PER_DAY, bytes_text, count_text, scaled, seconds_text
 
 SHARDED_TEXT = {
     0: "nothing sharded over dp (zero 0)",
@@ -216,11 +216,11 @@ def failures_facts(plan: Prediction) -> list[tuple[str, str]]:
 def _totals_text(gpu_hours: float | None, days: float | None, cost_usd: float | None) -> str:
     parts = []
     if gpu_hours is not None:
-        parts.append(f"{count_text(gpu_hours)} device-hours")
+        parts.append(f"{_amount_text(gpu_hours)} device-hours")
     if days is not None:
-        parts.append(f"{days:,.1f} days")
+        parts.append(f"{days:,.1f} days" if days >= 0.05 else seconds_text(days * SECONDS_PER_DAY))
     if cost_usd is not None:
-        parts.append(f"{count_text(cost_usd)} USD")
+        parts.append(f"{_amount_text(cost_usd)} USD")
     return ", ".join(parts)
 
 
@@ -248,3 +248,8 @@ def _ranking(plans: tuple[Prediction, ...]) -> RenderableType:
         for plan in plans
     ]
     return table(columns, rows)
+
+
+def _amount_text(amount: float) -> str:
+    """Whole, but of small ones two digits."""
+    return count_text(amount) if amount >= 10 or not amount else f"{amount:.2g}"

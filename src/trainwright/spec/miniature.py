@@ -323,7 +323,9 @@ def _told(run: Run) -> Iterator[tuple[str, object]]:
     for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp"):
         yield f"layout.{axis}", getattr(run.layout, axis)
     yield "layout.stage_layers", list(run.layout.stage_layers)
-    for field in ("dp_replicate", "schedule", "seq_len", "global_batch", "micro_batch", "precision"):
+    sizes = ("dp_replicate", "schedule", "seq_len", "global_batch", "micro_batch")
+    formats = ("precision", "emulate_precision", "gather_fp8", "dispatch_fp8", "activations_fp8")
+    for field in (*sizes, *formats):
         yield f"recipe.{field}", getattr(run.recipe, field)
     yield "recipe.optimizer.moments", run.recipe.optimizer.moments
     yield "microbatches", run.num_microbatches

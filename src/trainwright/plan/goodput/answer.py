@@ -76,6 +76,10 @@ def goodput(run: Run, step_s: float, question: GoodputQuestion, published: Publi
     ways = savings(cluster, num_bytes, devices, question.replicas)
     in_repair = nodes * rate * recovery.repair_s / SECONDS_PER_DAY
     notes = []
+    if in_repair > nodes:
+        notes.append(
+            f"{in_repair:,.0f} nodes would be in repair at a time, of {nodes:,}: such a run comes nowhere"
+        )
     if len(ways) == 2:
         notes.append(f"no memory tier: {question.replicas} replicas need as many nodes and a network")
     return Goodput(

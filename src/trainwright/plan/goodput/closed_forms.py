@@ -32,11 +32,11 @@ def mttf_s(failures_per_node_day: float, nodes: float) -> float:
 
 
 def failures_alone(saving: Saving, mttf_s: float, interval_s: float) -> float:
-    """1 - (u + dt/2 + p)/M, for two tiers the mean over them; below 0 it means none (arXiv:2410.21680)."""
+    """1 - (u + dt/2 + p)/M, for two tiers the mean over them, and 0 where that is below (arXiv:2410.21680)."""
     from_storage_s = saving.recover_s + saving.storage_every(interval_s) * interval_s / 2 + saving.durable_s
     from_memory_s = saving.memory_recover_s + interval_s / 2 + saving.memory_durable_s
     lost_s = saving.memory_share * from_memory_s + (1 - saving.memory_share) * from_storage_s
-    return 1 - lost_s / mttf_s
+    return max(0.0, 1 - lost_s / mttf_s)
 
 
 def first_order(saving: Saving, mttf_s: float, interval_s: float) -> float:

@@ -53,9 +53,14 @@ def dry_runs(
 
 
 def _one(plain: dict[str, object], rank: int, passes: int | None) -> dict[str, object]:
+    import warnings
+
     import torch
 
     from trainwright.train.dryrun.record import dry_run
+
+    # Of fake tensors' views; real processes run without PyTorch's warnings too (`launch.WORKER_ENVIRONMENT`).
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
     torch.set_num_threads(1)
     return dry_run(Run.parse(plain), rank, passes).plain()
