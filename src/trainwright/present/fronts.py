@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from trainwright.present.parts import bar, section, table
 from trainwright.spec.answers import Prediction
 from trainwright.spec.sizing import Sizing, Tried
+from trainwright.spec.stages import sizes_text
 from trainwright.spec.units import bytes_text, count_text, seconds_text
 
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "dp")
@@ -22,20 +23,40 @@ def pareto_section(plans: Sequence[Prediction]) -> RenderableType:
     """Time against memory: each plan takes longer than the one above it, and leaves more room."""
     columns = [("layout", "<"), ("micro", ">"), ("zero", ">"), ("recompute", "<"), ("step", ">"), ("slower", ">")]
     columns += [("peak", ">"), ("free", ">")]
+    settings = [_settings(plan) for plan in plans]
     rows = [
         [
-            degrees_text(plan),
-            str(plan.recipe.micro_batch),
-            str(plan.recipe.zero),
-            _recompute_text(plan),
+            *_told_apart(own, [each for each in settings if each[:4] == own[:4]]),
             seconds_text(plan.step_s),
             f"+{plan.step_s / plans[0].step_s - 1:.1%}" if plan is not plans[0] else "",
             bytes_text(plan.peak_bytes),
             bytes_text(plan.capacity_bytes - plan.peak_bytes),
         ]
-        for plan in plans
+        for plan, own in zip(plans, settings, strict=True)
     ]
     return section("Time against memory: plans that no other beats in both", table(columns, rows))
+
+
+def _settings(plan: Prediction) -> list[str]:
+    """Four that have a column, and what else a search chooses."""
+    recipe = plan.recipe
+    gathered = "gathered until backward" if recipe.zero == 3 and not recipe.reshard_after_forward else ""
+    replicas = f"in {recipe.dp_replicate} replicas" if recipe.dp_replicate > 1 else ""
+    again = ", ".join(recipe.recompute_ops) if recipe.recompute == "selective" else ""
+    return [
+        degrees_text(plan),
+        str(recipe.micro_batch),
+        str(recipe.zero),
+        _recompute_text(plan),
+        *(gathered, replicas, recipe.schedule, again, plan.layout.order, sizes_text(plan.layout.stage_layers)),
+    ]
+
+
+def _told_apart(own: list[str], alike: list[list[str]]) -> list[str]:
+    """The columns; with the layout what tells it from those that are alike in them."""
+    differ = [each for each in range(4, len(own)) if len({other[each] for other in alike}) > 1]
+    more = [own[each] for each in differ if own[each]]
+    return [", ".join([own[0], *more]), *own[1:4]]
 
 
 def _recompute_text(plan: Prediction) -> str:
