@@ -402,10 +402,10 @@ def _economics(seen: Records) -> list[str]:
     return [
         "## Goodput",
         "",
-        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and steps go",
-        f"on {found['back_s']:.2f} s after a death (of forked processes): means over the same runs. At the planted",
-        f"rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f}; at the rate seen",
-        f"{found['predicted']:.3f}.",
+        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and",
+        f"steps go on {found['back_s']:.2f} s after a death (of forked processes): means over the same runs.",
+        f"At the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says",
+        f"{found['planted']:.3f}; at the rate seen {found['predicted']:.3f}.",
         "",
     ]
 
