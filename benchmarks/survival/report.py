@@ -420,8 +420,8 @@ def _reached(part: str, seen: Records) -> list[Sequence[object]]:
         return [(part, "not finished", "-", "-", "-")]
 
 
-def text(results: dict[str, Records]) -> str:
-    """The whole file."""
+def text(results: dict[str, Records], note: str = "") -> str:
+    """The whole file; `note` is on how it was made."""
     rows = [row for part in ROWS for row in _reached(part, results[part])]
     took_s = sum(each["seconds"] for seen in results.values() for each in seen if each.get("kind") == "took")
     lines = [
@@ -430,6 +430,7 @@ def text(results: dict[str, Records]) -> str:
         f"By `make chaos` (`benchmarks/survival`), in {took_s / 60:.0f} minutes. How each figure comes about is",
         "told in the first paragraph of the part's file there; what is survived and what is not, in",
         "[the fault model](../docs/fault-model.md).",
+        *([note] if note else []),
         "",
         *table(("guarantee", "what was done", "mark", "figure", "reached"), rows),
     ]
