@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("out/survival"))
     parser.add_argument("--report", type=Path, default=report.default_path())
+    parser.add_argument("--note", default="", help="a sentence for the report: what else the machine did, say")
     asked = parser.parse_args()
     chosen = [each for each in asked.only.split(",") if each and each != "none"]
     unknown = [each for each in chosen if each not in report.PARTS]
@@ -53,7 +54,7 @@ def main() -> None:
                 file.flush()
                 print(f"{part} {time.perf_counter() - begun_s:6.0f} s: {json.dumps(record)[:200]}", flush=True)
             file.write(json.dumps({"kind": "took", "seconds": time.perf_counter() - begun_s}) + "\n")
-    text = report.text({part: results_of(asked.results, part) for part in report.PARTS})
+    text = report.text({part: results_of(asked.results, part) for part in report.PARTS}, asked.note)
     asked.report.write_text(text)
     print(text, f"\nwrote {asked.report}", sep="")
 

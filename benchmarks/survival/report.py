@@ -244,7 +244,7 @@ def _cheap(seen: Records) -> Iterable[Row]:
 
 
 def _goodput(seen: Records) -> Iterable[Row]:
-    found = goodput.held_against([each for each in seen if "interval_s" in each])
+    found = goodput.held_against([each for each in seen if "deaths" in each])
     error = found["observed"] / found["predicted"] - 1
     done = f"{found['deaths']:.0f} Poisson kills in {found['seconds']:.0f} s of runs of 2 ranks"
     figure = f"observed {found['observed']:.3f}, predicted {found['predicted']:.3f}: {error:+.1%}"
@@ -398,16 +398,14 @@ def _in_shards(seen: Records) -> list[str]:
 
 
 def _economics(seen: Records) -> list[str]:
-    found = goodput.held_against([each for each in seen if "interval_s" in each])
-    changed = max(abs(each["changed"]) for each in seen if "changed" in each)
+    found = goodput.held_against([each for each in seen if "deaths" in each])
     return [
         "## Goodput",
         "",
-        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and steps",
-        f"go on {found['back_s']:.2f} s after a death (of forked processes), each measured in the same blocks. At",
-        f"the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says {found['planted']:.3f};",
-        f"at the rate seen {found['predicted']:.3f}. Steps in peace before and behind a block differ by",
-        f"{changed:.0%} at the most.",
+        f"Steps between saves take {found['interval_s']:.3f} s, a save {1e3 * found['save_s']:.0f} ms, and",
+        f"steps go on {found['back_s']:.2f} s after a death (of forked processes): means over the same runs.",
+        f"At the planted rate, a death every {goodput.MTTF_S:g} s on average, the form says",
+        f"{found['planted']:.3f}; at the rate seen {found['predicted']:.3f}.",
         "",
     ]
 
@@ -422,8 +420,8 @@ def _reached(part: str, seen: Records) -> list[Sequence[object]]:
         return [(part, "not finished", "-", "-", "-")]
 
 
-def text(results: dict[str, Records]) -> str:
-    """The whole file."""
+def text(results: dict[str, Records], note: str = "") -> str:
+    """The whole file; `note` is on how it was made."""
     rows = [row for part in ROWS for row in _reached(part, results[part])]
     took_s = sum(each["seconds"] for seen in results.values() for each in seen if each.get("kind") == "took")
     lines = [
@@ -432,6 +430,7 @@ def text(results: dict[str, Records]) -> str:
         f"By `make chaos` (`benchmarks/survival`), in {took_s / 60:.0f} minutes. How each figure comes about is",
         "told in the first paragraph of the part's file there; what is survived and what is not, in",
         "[the fault model](../docs/fault-model.md).",
+        *([note] if note else []),
         "",
         *table(("guarantee", "what was done", "mark", "figure", "reached"), rows),
     ]
