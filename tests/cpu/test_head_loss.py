@@ -1,5 +1,6 @@
 """What the ways to the loss hold in memory, and their numbers in bf16."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,7 @@ def head_input_targets(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, t
 def peak_of(loss: HeadLoss) -> float:
     """Peak of forward and backward over what was there before, in logits."""
     head, x, targets = head_input_targets()
+    gc.collect()  # what earlier tests have left would go in the middle
     before = peak_bytes_of(lambda: None, torch.device("cpu"))
 
     def both_ways() -> None:
