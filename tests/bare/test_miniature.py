@@ -137,6 +137,14 @@ def test_width_of_experts_leaves_every_expert_its_replicas() -> None:
     assert (small.layout.tp, small.layout.dp, small.layout.etp, small.recipe.dp_replicate) == (3, 2, 1, 2)
 
 
+def test_formats_that_are_set_aside_are_told() -> None:
+    run = run_of(Layout(dp=4), zero=3, precision="fp8-block", emulate_precision=True, gather_fp8=True)
+    told = {each.field: each.after for each in miniature(run).changes}
+    assert told["recipe.precision"] == "fp64"
+    assert told["recipe.emulate_precision"] is False
+    assert told["recipe.gather_fp8"] is False
+
+
 def test_documents_are_masked_where_the_run_masks_them() -> None:
     run = run_of(Layout(cp=2, dp=2), cp_method="ring")
     masked = run.changed(data=run.data.changed(document_mask=True))

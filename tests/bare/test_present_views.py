@@ -10,6 +10,7 @@ from trainwright.plan.predict import predict
 from trainwright.plan.search import search
 from trainwright.present.clusters import calibration_view, cluster_view, clusters_view, measured_view
 from trainwright.present.comparisons import comparison_view, verdict_view
+from trainwright.present.fronts import pareto_section
 from trainwright.present.models import model_view, models_view
 from trainwright.present.parts import bar, sparkline
 from trainwright.present.plans import answer_view, prediction_view
@@ -84,6 +85,14 @@ def test_an_answer_shows_its_best_plan_in_full(question: Question, answer: Answe
     assert f"{answer.considered:,} plans considered, {answer.feasible:,} fit, in 250 ms" in text
     for reason in answer.why:
         assert reason in text
+
+
+def test_plans_that_look_alike_are_told_apart(answer: Answer) -> None:
+    plan = answer.plans[0]
+    once = plan.changed(recipe=plan.recipe.changed(zero=3, reshard_after_forward=True))
+    kept = plan.changed(recipe=plan.recipe.changed(zero=3, reshard_after_forward=False))
+    assert shown(pareto_section([once, kept]), width=140).count("gathered until backward") == 1
+    assert "gathered until backward" not in shown(pareto_section([kept]), width=140)
 
 
 def test_no_answer_says_why(question: Question) -> None:

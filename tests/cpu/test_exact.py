@@ -71,6 +71,45 @@ def test_what_goes_round_beside_matmuls_is_the_program(fields: dict[str, Any], r
     assert differ >= {"tp send", "tp receive", "tp reduce_scatter"}
 
 
+DROPOUT = {"attention_kernel": "unfused", "dropout": 0.1, "global_batch": 4}
+LATENT_UP = {"recompute": "selective", "recompute_ops": ["norm", "latent_up", "activation"]}
+ROUTED = {"kind": "moe", "num_experts": 8, "top_k": 2, "d_ff": 32, "d_ff_shared": 32}
+KEPT: dict[str, dict[str, Any]] = {
+    "dropout, recomputed": {
+        "tp": 2,
+        "recipe": {**DROPOUT, "recompute": "selective", "recompute_ops": ["attention"]},
+    },
+    "parallel branches": {"tp": 2, "model": {"parallel_residual": True, "norm": "layernorm"}, "recipe": DROPOUT},
+    "plain attention, heads dealt out": {
+        "cp": 2,
+        "recipe": {"attention_kernel": "unfused", "cp_method": "all_to_all", "global_batch": 4},
+    },
+    "as DeepSeek-V3": {
+        **{"pp": 2, "vpp": 2, "dp": 2, "ep": 2, "attention": MLA, "mlp": ROUTED, "model": {"mtp_depth": 1}},
+        "recipe": {
+            **{"precision": "fp8-block", "emulate_precision": True, "gather_fp8": True, "seq_len": 32, "zero": 1},
+            **{"schedule": "dualpipe", "global_batch": 16, **LATENT_UP},
+        },
+    },
+    "sequential experts, split backward": {
+        **{"pp": 2, "vpp": 2, "mlp": ROUTED},
+        "recipe": {
+            **{"precision": "bf16", "schedule": "zb_v", "expert_matmuls": "sequential", "global_batch": 4},
+            **{"recompute": "selective", "recompute_ops": ["activation"]},
+        },
+    },
+}
+"""What the draw does not have."""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_bytes_are_the_programs(name: str) -> None:
+    run = small(**KEPT[name])
+    predicted = predicted_counts(run, 0)
+    assert unequal(predicted, dry_run(run, 0)) == []
+    assert predicted.saved
+
+
 def test_a_changed_coefficient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = pieces.dense_operations
 
