@@ -53,7 +53,8 @@ NOT_YET = (
     "up to 1.7% less in stages that stay gathered and are fullest in a forward, whose temporaries aren't counted, "
     "up to 4% more in a step of one microbatch whose tokens are many beside its parameters, and 5% on a stage "
     "that isn't the fullest, where a layer is recomputed and parameters stay gathered; of runs in fp8 and fp4 "
-    "few were compared in real processes, where fp8-block on pp 4 holds 3.2% more than predicted on a rank",
+    "few were compared in real processes, where emulated fp8-block on pp 4 holds up to 3.2% more on ranks that "
+    "are fullest in a forward: temporaries of rounding aren't counted there",
     "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
     "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
