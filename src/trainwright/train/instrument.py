@@ -102,7 +102,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_storages() -> list[torch.UntypedStorage]:
-    """Storages of all CPU tensors that Python knows, each once."""
+    """Storages of all CPU tensors that Python knows, each once. Garbage goes first: of a trainer before, say, it would
+    be let go of at any time later."""
+    gc.collect()
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         # type() and not isinstance, which would ask deprecated objects of PyTorch for their class.

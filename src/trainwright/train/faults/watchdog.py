@@ -77,8 +77,11 @@ class Watchdog(threading.Thread):
         return max(self._known_s, own_s)
 
     def stop(self) -> None:
+        """All ranks have ended. What they wrote last is still there: a step may be shorter than the time since the
+        last look."""
         self._is_over.set()
         self.join()
+        self._see()
 
     def run(self) -> None:
         while not self._is_over.wait(LOOK_S):
@@ -98,13 +101,8 @@ class Watchdog(threading.Thread):
             self._asked_at_s = None
             self._stopped_since_s.clear()
         self._looked_at_s = now_s
-        sights = [sight for each in self.ranks if (sight := each.look()) is not None]
-        self.seen = {each.rank: each for each in sights}
-        self._look_for_slow()
-        first = self.seen.get(0)
-        if self._failed is not None and first is not None and first.step:
-            self._tell_resumed(first.step, *self._failed)
-            self._failed = None
+        self._see()
+        sights = list(self.seen.values())
         if len(sights) < self._world or any(each.state in ("", "Z") for each in sights):
             return None  # some are still starting; one has ended, of which the agent will know
         for each in sights:
@@ -129,6 +127,15 @@ class Watchdog(threading.Thread):
         if len(answers) < self._world and now_s - self._asked_at_s < ANSWER_S:
             return None
         return named(sights, answers, SILENCE_S)
+
+    def _see(self) -> None:
+        """What all ranks have written, and what can be told of that alone."""
+        self.seen = {each.rank: sight for each in self.ranks if (sight := each.look()) is not None}
+        self._look_for_slow()
+        first = self.seen.get(0)
+        if self._failed is not None and first is not None and first.step:
+            self._tell_resumed(first.step, *self._failed)
+            self._failed = None
 
     def _tell_resumed(self, step: int, reached: int, since_s: float) -> None:
         """That the run is in its first step again; the step may have gone on since it was looked at."""
