@@ -2,8 +2,10 @@
 used, and a directory in memory that outlives its workers."""
 
 import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from tests.bare.plans import cluster, dense_model
 from trainwright.spec.errors import InvalidSpec
 from trainwright.spec.run import Run
 from trainwright.spec.supervision import Guard, GuardState, Supervision
+from trainwright.train.faults.beats import PID, STEP, beat_file, words_of
 from trainwright.train.faults.guard import FIRST_LOSSES, Judge
 from trainwright.train.faults.hangs import STOPPED_S, learned_s, named, stands_still, stopped
 from trainwright.train.faults.places import Places, smaller, stages_of, visible_devices
@@ -20,6 +23,7 @@ from trainwright.train.faults.reasons import Diverged, RollBack
 from trainwright.train.faults.shared import shared_directory
 from trainwright.train.faults.sights import Answer, Collective, Sight
 from trainwright.train.faults.slowness import WINDOW, Slowness
+from trainwright.train.faults.watchdog import Watchdog
 
 
 def sight(rank: int, **fields: object) -> Sight:
@@ -224,3 +228,15 @@ def test_a_killed_supervisor_s_memory_is_given_back_by_the_next(tmp_path: Path) 
             assert one.exists()
         assert not other.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_rank_wrote_after_the_last_look_is_told(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path, [[0]], 0, Supervision(), lambda record: None)
+    words = words_of(beat_file(tmp_path, 0), create=True)
+    words[PID], words[STEP] = os.getpid(), 4
+    watchdog.start()
+    while watchdog.reached < 4:
+        time.sleep(0.01)
+    words[STEP] = 5
+    watchdog.stop()
+    assert watchdog.reached == 5

@@ -78,10 +78,11 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """All ranks have ended. What they wrote last is still there: a step may be shorter than the time since the
-        last look."""
+        last look. After a hang, what others waited is no measure of an act."""
         self._is_over.set()
         self.join()
-        self._see()
+        if self.hang is None:
+            self._see()
 
     def run(self) -> None:
         while not self._is_over.wait(LOOK_S):
