@@ -102,8 +102,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_storages() -> list[torch.UntypedStorage]:
-    """Storages of all CPU tensors that Python knows, each once. Garbage goes first: of a trainer before, say, it would
-    be let go of at any time later."""
+    """Storages of all CPU tensors that Python knows, each once. Garbage goes first: it would be let go of at any
+    time later."""
     gc.collect()
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
