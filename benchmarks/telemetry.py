@@ -1,24 +1,28 @@
 """What telemetry costs a step: with it over without it, step about in the same processes.
 
-With it the clock charges every cause, FSDP2's waits are charged, and a line is written after each step; without it
-the clock's `of` does nothing, waits are plain, and nothing is written. Steps of both kinds alternate (with,
-without, without, with, ...), so that whatever slows the machine slows both; ranks meet before each step. The mark
-is 1.01.
+With it the clock charges every cause and tells it to the rank's heartbeat, as in a supervised run, FSDP2's waits
+are charged, and a line is written after each step; without it the clock's `of` does nothing, waits are plain, and
+nothing is written. Steps come in fours (with, without, without, with), so that whatever slows the machine slows
+both kinds; ranks meet before each step. The mark is 1.01.
 
-Where ranks share cores with other work, steps differ by more than the mark; so the mark is held against the ratio
-of the process's own CPU seconds, beside which that of the wall clock stands. The bound says what the cost can be:
-how often a step changes its cause, times what that costs in a loop, plus the line's write, over the step.
+Where ranks share cores with other work, single steps differ by far more than the mark. So the mark is held
+against the process's own CPU seconds: each four gives one ratio, of which the median is told with its standard
+error (by resampling), and beside it the same of steps without against steps without: what the machine can tell at
+all. The bound says what the cost can be: how often a step changes its cause, times what that costs in a loop, plus
+the line's write, over the step.
 
-    python benchmarks/telemetry.py [--ranks 1] [--layout tp|dp|pp] [--steps 40] [--json]
+    python benchmarks/telemetry.py [--ranks 1] [--layout tp|dp|pp] [--steps 400] [--json]
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,6 +33,7 @@ from trainwright.cli.catalogue import load_cluster, load_model
 from trainwright.spec.run import Run
 from trainwright.train.clock import Clock
 from trainwright.train.data import Batch
+from trainwright.train.faults.beats import Pulse
 from trainwright.train.instrument import waits_charged
 from trainwright.train.mesh import joined, leave
 from trainwright.train.parallelize import parallelize
@@ -64,10 +69,12 @@ def measure(run: Run, steps: int, directory: Path) -> dict[str, float] | None:
         tokens = torch.randint(4096, (per_rank, SEQ_LEN + 1))
         inputs, targets = tokens[:, :-1].contiguous().split(1), tokens[:, 1:].contiguous().split(1)
         batch = Batch(list(inputs), list(targets), GLOBAL_BATCH * SEQ_LEN)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        cpu_s: dict[bool, list[float]] = {True: [], False: []}
+        wall_s: list[float] = []
+        cpu_s: list[float] = []
+        """Of each step after the warm-up."""
         changes = 0
-        charged = clock.of
+        charged, pulse = clock.of, Pulse(directory, mesh.rank)
+        silent = clock.on_change
 
         def counted(cause: str):
             nonlocal changes
@@ -75,9 +82,10 @@ def measure(run: Run, steps: int, directory: Path) -> dict[str, float] | None:
             return charged(cause)
 
         with Telemetry(directory, mesh.rank, None) as telemetry:
-            for number in range(WARM_UP + 2 * steps):
-                is_on = number % 4 in (0, 3)
+            for number in range(WARM_UP + 4 * steps):
+                is_on = is_with(number)
                 clock.of = charged if is_on else lambda cause: nullcontext()
+                clock.on_change = pulse.change if is_on else silent
                 if number == 0:
                     clock.of = counted
                 if run.layout.world > 1:
@@ -90,9 +98,9 @@ def measure(run: Run, steps: int, directory: Path) -> dict[str, float] | None:
                         telemetry.ended(number + 1, clock.read())
                         telemetry.saved(number + 1, 0.0)
                 if number >= WARM_UP:
-                    seconds[is_on].append(time.perf_counter() - began_s)
-                    cpu_s[is_on].append(time.process_time() - began_cpu_s)
-            clock.of = charged
+                    wall_s.append(time.perf_counter() - began_s)
+                    cpu_s.append(time.process_time() - began_cpu_s)
+            clock.of, clock.on_change = charged, pulse.change
             began_s = time.perf_counter()
             for _ in range(LOOP):
                 with clock.of("compute"):
@@ -105,18 +113,43 @@ def measure(run: Run, steps: int, directory: Path) -> dict[str, float] | None:
             line_s = (time.perf_counter() - began_s) / 100
         if mesh.rank:
             return None
-        on_s, off_s = statistics.median(seconds[True]), statistics.median(seconds[False])
-        bound = (changes * change_s + line_s) / off_s
-        ratio = statistics.median(cpu_s[True]) / statistics.median(cpu_s[False])
-        found = {"ratio": ratio, "wall_ratio": on_s / off_s, "bound": bound}
-        return found | {"changes": changes, "step_s": off_s, "steps": steps}
+        step_s = statistics.median(wall_s)
+        ratios, wall_ratios = (in_fours(each, lambda a, b, c, d: (a + d) / (b + c)) for each in (cpu_s, wall_s))
+        nothing = in_fours(cpu_s, lambda a, b, c, d: b / c)
+        return {
+            "ratio": statistics.median(ratios),
+            "ratio_error": standard_error(ratios),
+            "nothing_ratio": statistics.median(nothing),
+            "nothing_error": standard_error(nothing),
+            "wall_ratio": statistics.median(wall_ratios),
+            "bound": (changes * change_s + line_s) / step_s,
+            "changes": changes,
+            "step_s": step_s,
+            "fours": steps,
+        }
+
+
+def is_with(number: int) -> bool:
+    """Whether step `number` of the loop has telemetry."""
+    return number % 4 in (0, 3)
+
+
+def in_fours(values: Sequence[float], ratio: Callable[[float, float, float, float], float]) -> list[float]:
+    """Of each four steps."""
+    return [ratio(*values[first : first + 4]) for first in range(0, len(values), 4)]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the median."""
+    draw = random.Random(0)
+    return statistics.stdev(statistics.median(draw.choices(values, k=len(values))) for _ in range(400))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layout", choices=("tp", "dp", "pp"), default="tp")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=400, help="fours of steps")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -138,8 +171,10 @@ def main() -> None:
             print(json.dumps(found | {"mark": MARK}))
         else:
             changes = f"{found['changes']:.0f} changes of cause a step"
-            wall = f"wall clock {found['wall_ratio']:.4f}; step {found['step_s']:.4f} s"
-            print(f"with telemetry over without it: CPU seconds {found['ratio']:.4f} (mark {MARK}), {wall}")
+            error, nothing = f"± {found['ratio_error']:.4f}", f"{found['nothing_ratio']:.4f}"
+            print(f"with telemetry over without it: CPU seconds {found['ratio']:.4f} {error} (mark {MARK})")
+            print(f"without over without: {nothing} ± {found['nothing_error']:.4f}")
+            print(f"wall clock: {found['wall_ratio']:.4f}; step {found['step_s']:.4f} s")
             print(f"bound by counting: {found['bound']:.5f} of the step ({changes})")
     if asked.work:
         sys.stdout.flush()

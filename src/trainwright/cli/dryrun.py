@@ -78,8 +78,7 @@ def dryrun(
     else:
         from trainwright.present.counts import counts_view
 
-        kept_compared = {each for each, counts in predicted.items() if counts.saved}
-        output.show(counts_view(run, recorded, found, stands_for, changes, microbatches, kept_compared))
+        output.show(counts_view(run, recorded, found, stands_for, changes, microbatches))
     if any(found.values()):
         raise typer.Exit(1)
 

@@ -14,7 +14,14 @@ from trainwright.plan.linear import casts, normed, of, projection, quantized, st
 from trainwright.plan.operations import AttentionCore, Collective, Elementwise, Matmul, Operation, Saved
 from trainwright.plan.table import FULL, Floats, Table, marks
 from trainwright.spec.cluster import CollectiveOp
-from trainwright.spec.model import Attention, GroupedQueryAttention, LatentAttention, LayerSpec, seen_keys
+from trainwright.spec.model import (
+    Attention,
+    GroupedQueryAttention,
+    LatentAttention,
+    LayerSpec,
+    reached_keys,
+    seen_keys,
+)
 
 CORE = FULL | marks("attention")
 UP = FULL | marks("latent_up")
@@ -51,7 +58,7 @@ def attention_operations(table: Table, layer: LayerSpec) -> tuple[Operation, ...
     rotary = Elementwise("rotary", 2 * rotary_bytes, 2 * rotary_bytes, again=queries_again, kernels=4)
     inside = _inside(table, attention, widths)
     dealt = _dealt(table, attention, inside)
-    kept = _kept(table, table.tokens * widths.query * size, queries_again)
+    kept = _kept(table, table.tokens * inside.query * size, queries_again)
     kept += _kept(table, table.tokens * (dealt.key + dealt.value) * size, keys_again)
     if table.recipe.attention_kernel == "unfused":
         kept = (*kept, Saved(table.tokens * _copied_width(table, attention, dealt) * size, CORE | keys_again))
@@ -114,11 +121,11 @@ def _head_norms(table: Table, attention: GroupedQueryAttention, widths: _Widths)
 
 
 def _inside(table: Table, attention: Attention, widths: _Widths) -> _Widths:
-    """Of what goes into the core and comes out: a CPU's fused kernel wants values as wide as keys."""
+    """Of what goes into the core and comes out: a CPU's fused kernel wants heads of one width."""
     if table.cluster.device.kind != "cpu" or isinstance(attention, GroupedQueryAttention):
         return widths
     wide = np.maximum(widths.query, widths.value)
-    return _Widths(widths.query, widths.key, wide, wide)
+    return _Widths(wide, wide, wide, wide)
 
 
 def _kept(table: Table, num_bytes: Floats, made_again: int) -> tuple[Saved, ...]:
@@ -186,41 +193,75 @@ def _core(
 ) -> tuple[Operation, ...]:
     attention, recipe = layer.attention, table.recipe
     fused = recipe.attention_kernel != "unfused"
-    # Without flash attention all keys are computed, masked ones too.
-    keys = seen_keys(recipe.seq_len, attention.sliding_window) if fused else recipe.seq_len
-    flops = table.tokens * keys * _score_flops_per_key(table, attention) / table.columns.tp
+    keys = seen_keys(recipe.seq_len, attention.sliding_window)
+    flops_per_key = table.tokens * _score_flops_per_key(table, attention) / table.columns.tp
+    is_capped = isinstance(attention, GroupedQueryAttention) and attention.logit_softcap is not None
+    is_written_out = fused and is_capped and table.cluster.device.kind == "cpu"
     # Where the projection keeps a copy of its own of what it reads, the core's output goes with the core.
     has_copy = is_cut or keeps_copy(table)
     out = Saved(out_bytes, CORE if has_copy else FULL)
-    if fused and recipe.cp_method == "all_to_all" and not has_copy:
+    if fused and recipe.cp_method == "all_to_all" and not (has_copy or is_written_out):
         # The core keeps its output of whole sequences, beside which stands what came back for the projection.
         kept = (*kept, Saved(out_bytes * (table.columns.cp > 1), CORE))
+    # Weights and values are all that the backward of plain matmuls reads: the output is the projection's.
+    read = kept if has_copy else (*kept, out)
+    if is_written_out:
+        return _capped(table, attention, heads, flops_per_key, read)
     if fused:
         statistics = Saved(max(recipe.compute_bytes, 4) * table.tokens * heads, CORE, is_statistic=True)
-        return (AttentionCore("attention", flops, head_width, (*kept, out, statistics), CORE),)
-    scores = table.tokens * recipe.seq_len * heads
-    size = recipe.compute_bytes
+        saved = (*kept, out, statistics)
+        window = attention.sliding_window if recipe.cp_method != "all_to_all" else None
+        return (AttentionCore("attention", flops_per_key * keys, head_width, saved, CORE, window),)
+    # Without flash attention all keys are computed, masked ones too.
+    scores, size = table.tokens * recipe.seq_len * heads, recipe.compute_bytes
+    # A sink is one more column of weights; caps keep what they make.
+    has_sinks = isinstance(attention, GroupedQueryAttention) and attention.sinks
+    weights = (table.tokens * heads * (recipe.seq_len + has_sinks) + is_capped * scores) * size
     # Scale, mask and softmax in one kernel each way (Megatron-LM's fused softmax); dropout by itself.
     dropped = bool(recipe.dropout)
     softmax = Elementwise(
         "softmax",
         (2 * size + (2 * size + 1) * dropped) * scores,
         (3 * size + (2 * size + 1) * dropped) * scores,
-        (Saved((1 + dropped) * size * scores, CORE), Saved(dropped * scores, CORE)),
+        (Saved(weights + dropped * size * scores, CORE), Saved(dropped * scores, CORE)),
         CORE,
     )
-    score_flops = 2 * table.tokens * keys * heads * _score_width(attention)
-    # Weights and values are all that the backward of plain matmuls reads: the output is the projection's.
-    read = kept if has_copy else (*kept, out)
+    score_flops = 2 * scores * _score_width(attention)
+    flops = flops_per_key * recipe.seq_len
     core = AttentionCore("attention", flops, head_width, read, CORE, is_fused=False, scores_flops=score_flops)
     return (core, softmax)
 
 
+CAP_PASSES = 8
+"""Over scores in fp32: scaled, divided, tanh, multiplied, masked, and three of a softmax and its cast."""
+
+
+def _capped(
+    table: Table, attention: Attention, heads: Floats, flops_per_key: Floats, saved: tuple[Saved, ...]
+) -> tuple[Operation, ...]:
+    """With capped scores, for which a CPU has no kernel: some queries at a time, whose scores aren't kept but made
+    again in backward (`train/model/scores.py`)."""
+    keys = reached_keys(table.recipe.seq_len, attention.sliding_window)
+    scores = table.tokens * keys * heads
+    core = AttentionCore(
+        "attention",
+        flops_per_key * keys,
+        _score_width(attention),
+        saved,
+        CORE,
+        is_fused=False,
+        scores_flops=2 * scores * _score_width(attention),
+        always_again=True,
+    )
+    moved = CAP_PASSES * 2 * 4 * scores
+    return (core, Elementwise("caps", moved, 3 * moved, again=CORE, kernels=CAP_PASSES))
+
+
 def _score_flops_per_key(table: Table, attention: Attention) -> int:
-    """Of all heads. A CPU's fused kernel wants values as wide as keys, and gets zeros beside them."""
+    """Of all heads. A CPU's fused kernel wants them of one width, and gets zeros beside the narrower ones."""
     flops = attention.score_flops_per_key
     if isinstance(attention, LatentAttention) and table.cluster.device.kind == "cpu":
-        flops += 2 * attention.num_heads * max(attention.d_nope + attention.d_rope - attention.d_value, 0)
+        flops += 2 * attention.num_heads * abs(attention.d_nope + attention.d_rope - attention.d_value)
     return flops
 
 

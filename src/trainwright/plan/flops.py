@@ -12,7 +12,6 @@ from trainwright.plan.causes import at, halves
 from trainwright.plan.evaluation import Evaluation
 from trainwright.plan.figures import kinds_of
 from trainwright.plan.operations import AttentionCore, Matmul, Operation, Piece
-from trainwright.plan.rates import BACKWARD_ATTENTION
 from trainwright.plan.table import Floats, Table
 from trainwright.spec.answers import ComputedFlops, WorkKind
 from trainwright.spec.cluster import Format
@@ -86,7 +85,7 @@ def _of_operation(each: Operation) -> Floats | float:
         case Matmul():
             return 3.0 * each.forward_flops
         case AttentionCore():
-            return (1.0 + (BACKWARD_ATTENTION if each.is_fused else 2.0)) * each.forward_flops
+            return each.forward_flops + each.backward_flops
         case _:
             return 0.0
 

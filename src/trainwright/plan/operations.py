@@ -22,6 +22,9 @@ from trainwright.plan.table import FULL, Floats, Ints
 from trainwright.spec.cluster import CollectiveOp
 from trainwright.spec.layout import Axis
 
+BACKWARD_ATTENTION = 2.5
+"""Backward over forward FLOPs of flash attention: five matmuls instead of two (arXiv:2307.08691 s4.1)."""
+
 
 def floats(values: NDArray[Any]) -> Floats:
     """Whole numbers among them, too, as what the planner computes with."""
@@ -93,8 +96,7 @@ class Matmul:
 @dataclass(frozen=True)
 class AttentionCore:
     """softmax(q k) v under the causal mask. Flash attention's backward computes the scores again: 2.5 times
-    forward; without it (`is_fused` false) backward is twice forward, and all keys are computed, masked ones
-    too."""
+    forward; without it (`is_fused` false) backward is twice forward, and masked keys are computed too."""
 
     name: str
     forward_flops: Floats
@@ -102,10 +104,20 @@ class AttentionCore:
     """Mean of the widths that scores and values sum over."""
     saved: tuple[Saved, ...] = ()
     again: int = 0
+    window: int | None = None
+    """Under which ranks of cp see different numbers of keys; None where all see as many."""
     is_fused: bool = True
     scores_flops: Floats | float = 0.0
     """Of `forward_flops`, those of scores: what a recomputed core that isn't fused makes again, unless it makes
     the graph anew. The product with values is what comes last."""
+    always_again: bool = False
+    """That core is recomputed whatever else is, some queries at a time."""
+
+    @property
+    def backward_flops(self) -> Floats:
+        if self.is_fused:
+            return BACKWARD_ATTENTION * self.forward_flops
+        return 2 * self.forward_flops + self.always_again * self.scores_flops
 
     @property
     def launches(self) -> tuple[int, int]:

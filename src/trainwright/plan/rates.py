@@ -23,9 +23,6 @@ from trainwright.plan.table import Floats, Table
 from trainwright.spec.cluster import ClusterSpec, Curve, Format
 from trainwright.spec.errors import reject
 
-BACKWARD_ATTENTION = 2.5
-"""Backward over forward FLOPs of flash attention: five matmuls instead of two (arXiv:2307.08691 s4.1)."""
-
 WHOLE_HEAD = 128.0
 """Width of the heads that attention's curves were measured with."""
 
@@ -119,15 +116,14 @@ def attention_s(table: Table, each: AttentionCore) -> tuple[Floats, Floats]:
     peak = table.cluster.peak(fmt) or table.cluster.device.peak_flops_per_s.fp32
     if not each.is_fused:
         reached = peak * rates.attention_kernels.get("unfused", 0.5) / slowdown(table, "attention")
-        return each.forward_flops / reached, 2 * each.forward_flops / reached
+        return each.forward_flops / reached, each.backward_flops / reached
     half = rates.attention_half_head
     width = each.head_width / (each.head_width + half) * (WHOLE_HEAD + half) / WHOLE_HEAD
     generation = rates.attention_kernels.get(table.recipe.attention_kernel, 1.0)
     peak = peak * generation * rates.attention_sustained * min(width, 1.0) / slowdown(table, "attention")
     length = table.recipe.seq_len * np.ones(1)
     forward = each.forward_flops / (peak * curve(_of_format(rates.attention_forward, fmt), length))
-    backward_flops = BACKWARD_ATTENTION * each.forward_flops
-    backward = backward_flops / (peak * curve(_of_format(rates.attention_backward, fmt), length))
+    backward = each.backward_flops / (peak * curve(_of_format(rates.attention_backward, fmt), length))
     return forward, backward
 
 

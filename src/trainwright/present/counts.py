@@ -2,7 +2,7 @@
 planner's counts are the same."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 
@@ -29,9 +29,8 @@ def counts_view(
     stands_for: Mapping[int, int],
     changes: Sequence[Change],
     passes: int | None,
-    kept_compared: Collection[int],
 ) -> RenderableType:
-    """Every rank that was run. kept_compared: ranks whose kept bytes the planner counts."""
+    """Every rank that was run."""
     title = f"{run.name} ({run.hash}): a step without numbers, {run.layout.world:,} ranks"
     rules = RULE if run.cluster.device.kind == "cpu" else f"{RULE}; {OF_A_CPU}"
     parts: list[RenderableType] = [headline(title, f"Rule: {rules}")]
@@ -41,7 +40,7 @@ def counts_view(
     for rank, counts in recorded.items():
         alike = [each for each, first in stands_for.items() if first == rank and each != rank]
         parts.append(_rank(counts, alike, passes))
-        parts.append(_verdict(found[rank], has_kept=rank in kept_compared))
+        parts.append(_verdict(found[rank]))
     return Group(*parts)
 
 
@@ -87,10 +86,9 @@ def _rank(counts: Counts, alike: Sequence[int], passes: int | None) -> Renderabl
     )
 
 
-def _verdict(found: Sequence[Inequality], *, has_kept: bool) -> RenderableType:
+def _verdict(found: Sequence[Inequality]) -> RenderableType:
     if not found:
-        kept = "kept bytes" if has_kept else "kept bytes are not compared for such a model yet"
-        return section(f"EQUAL to the planner's counts: FLOPs, collectives, states, {kept}")
+        return section("EQUAL to the planner's counts: FLOPs, collectives, states, kept bytes")
     rows = [[each.cause, f"{each.predicted:,}", f"{each.recorded:,}"] for each in found]
     columns = [("cause", "<"), ("planner", ">"), ("program", ">")]
     return section("NOT EQUAL to the planner's counts", table(columns, rows))

@@ -160,10 +160,8 @@ class Inequality(NamedTuple):
 
 
 def unequal(predicted: Counts, recorded: Counts) -> list[Inequality]:
-    """Where they differ; none where the prediction is exact. Kept bytes where the planner has counted them."""
-    ours, seen = predicted.by_cause(), recorded.by_cause()
-    if predicted.saved:
-        ours, seen = {**ours, **predicted.saved_by_cause()}, {**seen, **recorded.saved_by_cause()}
+    """Where they differ; none where the prediction is exact."""
+    ours, seen = ({**each.by_cause(), **each.saved_by_cause()} for each in (predicted, recorded))
     causes = dict.fromkeys((*ours, *seen))
     return [
         Inequality(cause, ours.get(cause, 0), seen.get(cause, 0))

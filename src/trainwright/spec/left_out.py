@@ -45,18 +45,15 @@ LEFT_OUT = (
 
 NOT_YET = (
     "fp8-delayed's first step, in which ranks ask one another as under fp8-current, as there is no history yet",
-    "bytes kept for backward: not of windows, sinks and soft caps of scores or logits, of experts' biases and "
-    "clamped activations, of scaled embeddings, nor of latent attention whose values are as wide as keys or of "
-    "which a rank has one head; recorded and shown for these, compared for all others",
     "bytes over time: the planner's peak is within 0.5% of the recorded one over the layouts of "
     "tests/cpu/peak_cases.py, and within 1.3% where schedules split the backward or pipelines gather parameters; "
     "up to 1.7% less in stages that stay gathered and are fullest in a forward, whose temporaries aren't counted, "
     "up to 4% more in a step of one microbatch whose tokens are many beside its parameters, and 5% on a stage "
-    "that isn't the fullest, where a layer is recomputed and parameters stay gathered; of runs in fp8 and fp4 "
+    "that isn't the fullest, where a layer is recomputed and parameters stay gathered; less by the input of a "
+    "pipeline's stage in fp8 and fp4 where norms stand behind blocks alone; of runs in fp8 and fp4 "
     "few were compared in real processes, where emulated fp8-block on pp 4 holds up to 3.2% more on ranks that "
     "are fullest in a forward: temporaries of rounding aren't counted there",
-    "windows under context parallelism, masks of documents, soft caps and sinks: the planner's FLOPs of attention "
-    "are those of a fused kernel's seen keys, and differ from the trainer's; dryrun says so",
+    "masks of documents: FLOPs are those of samples of one document each, the most",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
 )

@@ -16,7 +16,7 @@ FLOPs follow one rule: a matmul of (m, k) by (k, n) is 2*m*k*n, and backward is 
 counted of attention is the convention, which always has a name (`FlopConvention`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -440,3 +440,22 @@ def seen_keys(seq_len: int, sliding_window: int | None) -> float:
     `mean_keys` is the convention of papers, s / 2; this is what a kernel computes."""
     window = min(sliding_window or seq_len, seq_len)
     return window - window * (window - 1) / (2 * seq_len)
+
+
+QUERIES_AT_A_TIME = 256
+"""Where attention is written out or masks are given to its kernel: enough for whole matmuls, little beside a long
+sequence."""
+
+
+def reaches(seq_len: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Of queries some at a time: which, and the keys that they can reach."""
+    for first in range(0, seq_len, QUERIES_AT_A_TIME):
+        last = min(first + QUERIES_AT_A_TIME, seq_len)
+        yield slice(first, last), slice(max(0, first - window + 1), last)
+
+
+def reached_keys(seq_len: int, sliding_window: int | None) -> float:
+    """Keys that are computed for a query then, averaged over a sequence."""
+    parts = reaches(seq_len, sliding_window or seq_len)
+    pairs = sum((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in parts)
+    return pairs / seq_len

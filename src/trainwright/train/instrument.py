@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.train.clock import Clock
 
+MOST_COLLECTIONS = 4
+"""Of garbage, each of which may make more of it."""
+
 
 def peak_bytes_of(step: Callable[[], object], device: torch.device) -> int:
     """Run `step` once; the most bytes of tensors that were live at one time, those from before it included."""
@@ -102,9 +105,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_storages() -> list[torch.UntypedStorage]:
-    """Storages of all CPU tensors that Python knows, each once. Garbage goes first: it would be let go of at any
-    time later."""
-    gc.collect()
+    """Storages of all CPU tensors that Python knows, each once. Garbage goes first, and what it held: it would be
+    let go of at any time later."""
+    for _ in range(MOST_COLLECTIONS):
+        if not gc.collect():
+            break
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         # type() and not isinstance, which would ask deprecated objects of PyTorch for their class.

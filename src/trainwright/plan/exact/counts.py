@@ -13,7 +13,7 @@ from trainwright.spec.run import Run
 def predicted_counts(run: Run, rank: int) -> Counts:
     """What `rank` of a checked run computes, sends and holds in a step, in whole numbers.
 
-    Kept bytes are among them where `kept.is_counted` says so; bytes over time are `plan.memory_over_time`'s.
+    Bytes over time are `plan.memory_over_time`'s.
     """
     standing = Standing(run, rank)
     messages = Messages(standing)

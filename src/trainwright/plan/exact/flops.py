@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
 from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import AttentionCore, Collective, Matmul, Piece
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import FlopsCount
+from trainwright.spec.model import seen_keys
 
 PARTS = {
     "q_up": "query",
@@ -28,6 +30,19 @@ def _summed(standing: Standing, each: Matmul) -> int:
     if low is None or not low.hadamard or not each.in_low_precision:
         return rows
     return -(-rows // low.hadamard) * low.hadamard
+
+
+def _forward(standing: Standing, each: Matmul | AttentionCore) -> int:
+    if not isinstance(each, AttentionCore) or each.window is None or standing.run.layout.cp == 1:
+        return whole(each.forward_flops)
+    # Under cp a rank has two chunks of a sequence, one from either end, and a window's queries see few keys at the
+    # beginning.
+    seq_len, cp, rank = standing.run.recipe.seq_len, standing.run.layout.cp, standing.at.cp
+    chunk, window = seq_len // (2 * cp), min(each.window, seq_len)
+    positions = [chunk * place + number for place in (rank, 2 * cp - 1 - rank) for number in range(chunk)]
+    own = sum(min(position + 1, window) for position in positions)
+    mean = Fraction(seen_keys(seq_len, window)) * len(positions)
+    return whole(Fraction(each.forward_flops.item()) * own / mean)
 
 
 def _named(piece: Piece, *, goes_round: bool) -> Iterator[tuple[Matmul | AttentionCore, str]]:
@@ -52,7 +67,7 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
     found: Counter[tuple[str, str, str]] = Counter()
     for piece, marks, passes in standing.pieces():
         for each, name in _named(piece, goes_round=standing.run.layout.tp > 1):
-            forward = whole(each.forward_flops) * passes
+            forward = _forward(standing, each) * passes
             if name == "head":
                 forward = forward * standing.own_vocabulary // standing.most_vocabulary
             kind = "attention" if isinstance(each, AttentionCore) and each.is_fused else "matmul"
@@ -64,15 +79,13 @@ def flops(standing: Standing) -> tuple[FlopsCount, ...]:
             found["forward", name, kind] += forward
             at_once = isinstance(each, Matmul) and each.gradients_in_forward
             found["forward" if at_once else "backward", name, kind] += backward
-            again = forward
-            if (
-                isinstance(each, AttentionCore)
-                and not each.is_fused
-                and not standing.makes_graph_anew
-                and not marks & FULL
-            ):
-                again = whole(each.scores_flops) * passes
-            times = standing.times_again(each, marks)
+            again, times = forward, standing.times_again(each, marks)
+            if isinstance(each, AttentionCore) and not each.is_fused:
+                scores = whole(each.scores_flops) * passes
+                ends_early = not standing.makes_graph_anew and not marks & FULL
+                again = scores if ends_early else forward
+                if each.always_again and not (times and ends_early):
+                    found["recompute", name, kind] += scores
             if times:
                 found["recompute", name, kind] += times * again
             elif isinstance(each, Matmul) and each.name == "expert down" and marks & each.again_anew:

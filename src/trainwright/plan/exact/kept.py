@@ -6,35 +6,10 @@ from trainwright.plan.exact.standing import Standing, whole
 from trainwright.plan.operations import Agreement, AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
-from trainwright.spec.model import Attention, GroupedQueryAttention, MoeMlp
-
-
-def is_counted(standing: Standing) -> bool:
-    """Whether kept bytes are counted to the last one: `spec.left_out.NOT_YET` says of which runs."""
-    model = standing.run.model
-    plain = all(
-        layer.mlp.activation != "swiglu_clamped"
-        and not (isinstance(layer.mlp, MoeMlp) and layer.mlp.bias)
-        and layer.attention.sliding_window is None
-        and _is_plain(layer.attention, standing.run.layout.tp)
-        for layer in model.layer_counts()
-    )
-    return plain and not model.scaled_embedding and model.logit_softcap is None
-
-
-def _is_plain(attention: Attention, tp: int) -> bool:
-    if not isinstance(attention, GroupedQueryAttention):
-        # Values that aren't padded are a view of the up-projection's whole output, which is kept for them.
-        is_padded = attention.d_value < attention.d_nope + attention.d_rope
-        # With one head there is nothing to reorder, and a copy less.
-        return is_padded and attention.num_heads > tp
-    return not attention.sinks and attention.logit_softcap is None
 
 
 def kept(standing: Standing) -> tuple[SavedCount, ...]:
-    """By tensors; nothing where they aren't counted to the last byte."""
-    if not is_counted(standing):
-        return ()
+    """By tensors."""
     found: Counter[Tensors] = Counter()
     for piece, marks, passes in standing.pieces():
         if marks & FULL:
@@ -49,7 +24,18 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
                     size = size * standing.own_vocabulary // standing.most_vocabulary
                 found[_tensors(each, place, saved, standing)] += size * passes
         found["logits"] += _own_logits(standing, piece) * passes
+    found["residual stream"] += _unread_inputs(standing)
     return tuple(SavedCount(tensors=name, bytes=size) for name, size in sorted(found.items()) if size)
+
+
+def _unread_inputs(standing: Standing) -> int:
+    """What came from the stage before is held until its gradient is there, though no operation keeps it: where no
+    norm and no plain matmul reads it."""
+    run, policy = standing.run, standing.table.policies[0]
+    if run.model.norm_placement != "post" or not run.recipe.is_low_precision or policy.marks & FULL:
+        return 0
+    passes = sum(chunk.passes for chunk in standing.chunks if not chunk.is_first)
+    return passes * whole(standing.piece_of(run.model.layers[0]).input_bytes)
 
 
 def _own_logits(standing: Standing, piece: Piece) -> int:

@@ -67,18 +67,21 @@ def _fake_values(
 
 
 def fake_batch(run: Run, mesh: Mesh) -> Batch:
-    """A data-parallel rank's samples; call it in the mode."""
+    """A data-parallel rank's samples, of one document each; call it in the mode."""
     recipe, per_rank = run.recipe, run.recipe.global_batch // run.layout.dp
     shape = (recipe.micro_batch, recipe.seq_len)
 
     def tokens() -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=torch.int64) for _ in range(run.num_microbatches)]
 
+    def documents() -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=torch.int64) for _ in range(run.num_microbatches)]
+
     return Batch(
         inputs_BS=tokens(),
         targets_BS=tokens(),
         global_tokens=recipe.tokens_per_step,
-        documents_BS=tokens() if run.data.document_mask else None,
+        documents_BS=documents() if run.data.document_mask else None,
         first_sample=mesh.coordinate.dp * per_rank,
     )
 

@@ -163,8 +163,8 @@ BY_PART = {
 }
 
 
-MAKES_LOGITS = ("mm", "addmm", "new_empty")
-"""A product, or what it is written to in parts."""
+MAKES_LOGITS = ("mm", "addmm", "new_empty", "div")
+"""A product, what it is written to in parts, or what caps it."""
 ACTIVATIONS = ("silu", "gelu", "relu")
 OF_MIXTURES = {
     "_softmax": "scores of experts",
@@ -188,6 +188,8 @@ def tensors_of(part: str, key: SavedKey, *, in_chunks: bool) -> str:
     if not key.is_floating:
         return "dropout's masks" if key.operator == "ge" else "numbers of tokens"
     if part == "head":
+        if key.operator == "mul" and not key.is_number:
+            return "residual stream"  # Embeddings, scaled.
         if in_chunks:
             return "numbers of tokens" if key.is_number else "gradients of the loss"
         return "logits" if key.operator in MAKES_LOGITS else "numbers of tokens"

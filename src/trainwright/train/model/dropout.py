@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.train.model.scores import same, seen
+from trainwright.train.model.banded import same, seen
+from trainwright.train.model.functions import softcapped
 from trainwright.train.model.transformer import Transformer
 
 Place = Literal["attention weights", "attention", "mlp"]
@@ -85,8 +86,8 @@ def unfused_core(
     grouped = query_BNSH.unflatten(1, (kv_heads, heads // kv_heads))
     scores = grouped @ key_BKSH.unsqueeze(2).mT * (d_head**-0.5 if scale is None else scale)
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen_SS = seen(seq_len, seq_len, 0, sliding_window or seq_len, scores.device)
+        scores = softcapped(scores, softcap)
+    seen_SS = seen(seq_len, seq_len, 0, sliding_window or seq_len, scores)
     if documents_BS is not None:
         seen_SS = seen_SS & same(documents_BS, documents_BS).unsqueeze(2)
     scores = scores.masked_fill(~seen_SS, -torch.inf).flatten(1, 2)

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainwright.spec.model import ModelSpec, MoeMlp
 from trainwright.spec.recipe import Recipe
-from trainwright.train.model.functions import ACTIVATIONS, Activation, clamped_swiglu
+from trainwright.train.model.functions import ACTIVATIONS, Activation, precise, weighted_clamped_swiglu
 from trainwright.train.model.linear import Linear
 from trainwright.train.model.routing import (
     balance_loss,
@@ -50,6 +50,8 @@ class Weights(NamedTuple):
     up_bias_XF: torch.Tensor | None
     down_bias_XD: torch.Tensor | None
     gate_bias_XF: torch.Tensor | None
+    down_bias_share: float = 1.0
+    """Of the bias behind the way down, what is added here; its gradient is whole."""
 
 
 class Experts(nn.Module):
@@ -89,9 +91,8 @@ class Experts(nn.Module):
             gate_RF = self.matmul("gate", row_RD, weights.gate_XFD, weights.gate_bias_XF, count_X)
         out_RD = self.contract(up_RF, gate_RF, weight_R, count_X, weights.down_XDF)
         if weights.down_bias_XD is not None:
-            bias_RD = weights.down_bias_XD.repeat_interleave(count_X, dim=0)
-            out_RD = out_RD + bias_RD * weight_R.to(bias_RD.dtype).unsqueeze(-1)
-        return out_RD
+            out_RD = _Biased.apply(out_RD, weights.down_bias_XD, count_X, weight_R, weights.down_bias_share)
+        return out_RD  # pyright: ignore[reportReturnType]
 
     def contract(
         self,
@@ -104,7 +105,7 @@ class Experts(nn.Module):
         """The activation and the way down, which recomputation can wrap by themselves."""
         if self.activation == "swiglu_clamped":
             assert gate_RF is not None
-            inner_RF = clamped_swiglu(gate_RF, up_RF) * weight_R.unsqueeze(-1).to(up_RF.dtype)
+            inner_RF = weighted_clamped_swiglu(gate_RF, up_RF, weight_R)
         else:
             inner_RF = _Weighted.apply(up_RF, gate_RF, weight_R, ACTIVATIONS[self.activation])  # pyright: ignore[reportAssignmentType]
         return self.matmul("down", inner_RF, down_XDF, None, count_X)  # pyright: ignore[reportArgumentType]
@@ -118,7 +119,7 @@ class Experts(nn.Module):
         count_X: torch.Tensor,
     ) -> torch.Tensor:
         out_RO = self.products.get(name, self.plain_product)(row_RI, weight_XOI, count_X)
-        return out_RO if bias_XO is None else out_RO + bias_XO.repeat_interleave(count_X, dim=0)
+        return out_RO if bias_XO is None else _Biased.apply(out_RO, bias_XO, count_X)  # pyright: ignore[reportReturnType]
 
     def plain_product(self, row_RI: torch.Tensor, weight_XOI: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
         """PyTorch's own matmuls, as a `GroupedProduct`."""
@@ -317,6 +318,40 @@ class _Weighted(torch.autograd.Function):
         (d_inner,) = torch.autograd.grad(active, inner, d_active)
         d_weight_R = (upstream_RF * product).sum(-1, dtype=weight_R.dtype)
         return (d_inner, None, d_weight_R, None) if gate_RF is None else (d_up, d_inner, d_weight_R, None)
+
+
+class _Biased(torch.autograd.Function):
+    """Rows with their expert's bias added, times the row's weight where there are weights, and times `share`, of
+    which the bias's gradient knows nothing. No tensor of the rows' size is kept for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_RO: torch.Tensor,
+        bias_XO: torch.Tensor,
+        count_X: torch.Tensor,
+        weight_R: torch.Tensor | None = None,
+        share: float = 1.0,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bias_XO, count_X, weight_R)
+        ctx.share = share
+        bias_RO = bias_XO.repeat_interleave(count_X, dim=0)
+        if weight_R is not None:
+            bias_RO.mul_((weight_R * share).to(bias_RO.dtype).unsqueeze(-1))
+        return bias_RO.add_(row_RO)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bias_XO, count_X, weight_R = ctx.saved_tensors
+        upstream_RO, d_weight_R = gradients[0], None
+        expert_R = torch.arange(len(bias_XO), device=bias_XO.device).repeat_interleave(count_X)
+        of_bias_RO = precise(upstream_RO)
+        if weight_R is not None:
+            bias_RO = bias_XO.index_select(0, expert_R)
+            d_weight_R = (upstream_RO * bias_RO).sum(-1, dtype=weight_R.dtype) * ctx.share
+            of_bias_RO = of_bias_RO * weight_R.to(of_bias_RO.dtype).unsqueeze(-1)
+        d_bias_XO = of_bias_RO.new_zeros(bias_XO.shape).index_add_(0, expert_R, of_bias_RO)
+        return upstream_RO, d_bias_XO.to(bias_XO.dtype), None, d_weight_R, None
 
 
 class _AddedUp(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
     rms_norm      keeps its input and one statistic per row; composed, it keeps a second tensor of the input's size
     gated         act(gate) * up keeps gate and up; composed, it keeps act(gate) too
+    clamped       gpt-oss' SwiGLU keeps gate and up; composed, both once more, clamped, and three products
     softcapped    c * tanh(x / c) keeps its output, which what comes next keeps anyway; composed, another one too
     (the loss, which keeps its logits and one number per token, stands in train/loss.py)
 
@@ -42,7 +43,19 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most 7 and up between -7 and 7 (gpt-oss)."""
-    return gated(gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1, _swish)
+    return made_again(_clamped_swiglu, gate, up)
+
+
+def weighted_clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+    """The same of rows (R, F), each times its weight."""
+    return made_again(_weighted_clamped_swiglu, gate, up, weight_R)
+
+
+def made_again(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """`function` of `inputs`, which alone are kept: backward computes it once more."""
+    if torch.compiler.is_compiling():
+        return function(*inputs)  # what to make again the compiler chooses
+    return _MadeAgain.apply(function, *inputs)  # pyright: ignore[reportReturnType]
 
 
 def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -55,8 +68,34 @@ def precise(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _swish(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(SLOPE * x)
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    # x * sigmoid(c * x) = silu(c * x) / c.
+    active = F.silu(gate.clamp(max=CLAMP).mul_(SLOPE)).div_(SLOPE)
+    return _times(active, up.clamp(-CLAMP, CLAMP).add_(1))
+
+
+def _weighted_clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+    return _times(_clamped_swiglu(gate, up), weight_R.unsqueeze(-1).to(up.dtype))
+
+
+def _times(made: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """In the place of `made`, unless its gradient is asked for."""
+    return made * other if torch.is_grad_enabled() else made.mul_(other)
+
+
+class _MadeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.function = function
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            made = ctx.function(*inputs)
+        return (None, *torch.autograd.grad(made, inputs, gradients[0]))
 
 
 class _RmsNorm(torch.autograd.Function):

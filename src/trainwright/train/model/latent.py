@@ -76,7 +76,9 @@ class Latent(nn.Module):
         query_BNSH, turning_BNSH = both_BNSH.split((self.d_nope, self.d_rope), dim=-1)
         if rotary is not None:
             turning_BNSH = rotary(turning_BNSH)
-        return torch.cat((query_BNSH, turning_BNSH), dim=-1)
+        # Side by side in memory are the heads of a token: a core's output is laid out as its queries are.
+        both_BSNH = torch.cat((query_BNSH.transpose(1, 2), turning_BNSH.transpose(1, 2)), dim=-1)
+        return self._widened(both_BSNH).transpose(1, 2)
 
     def keys_and_values(
         self, latent_BSR: torch.Tensor, turning_BSH: torch.Tensor, rotary: Rotary | None
@@ -88,9 +90,14 @@ class Latent(nn.Module):
         both = self.key_value(latent_BSR).unflatten(-1, (-1, self.d_nope + self.d_value))
         key_BNSH, value_BNSH = both.transpose(1, 2).split((self.d_nope, self.d_value), dim=-1)
         key_BNSH = torch.cat((key_BNSH, turning_B1SH.expand(-1, key_BNSH.shape[1], -1, -1)), dim=-1)
-        # On a CPU the fused kernel wants values as wide as keys; without it all scores would be kept.
-        more = 0 if key_BNSH.is_cuda else max(key_BNSH.shape[-1] - self.d_value, 0)
-        return key_BNSH, F.pad(value_BNSH, (0, more)) if more else value_BNSH
+        # A view of both would keep the part that keys have a copy of.
+        return self._widened(key_BNSH), self._widened(value_BNSH).contiguous()
+
+    def _widened(self, heads: torch.Tensor) -> torch.Tensor:
+        """With zeros at the end of each head: on a CPU the fused kernel wants values as wide as keys; without it
+        all scores would be kept."""
+        more = 0 if heads.is_cuda else max(self.d_nope + self.d_rope, self.d_value) - heads.shape[-1]
+        return F.pad(heads, (0, more)) if more else heads
 
     def mixed(
         self,
@@ -99,9 +106,9 @@ class Latent(nn.Module):
         wide_BNSH: torch.Tensor,
         documents_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The core's output, of the values' own width."""
+        """The core's output, of the values' own width, as the next matmul reads it."""
         mixed_BNSH = self.core(query_BNSH, key_BNSH, wide_BNSH, self.sliding_window, self.scale, documents_BS)
-        return mixed_BNSH[..., : self.d_value]
+        return mixed_BNSH.transpose(1, 2)[..., : self.d_value].contiguous().transpose(1, 2)
 
 
 def latent_norm(spec: ModelSpec, width: int) -> Norm:

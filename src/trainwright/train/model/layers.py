@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.spec.model import DenseMlp, GroupedQueryAttention, LayerSpec, ModelSpec, MoeMlp
+from trainwright.train.model.banded import banded_attention, has_kernel, same, seen
 from trainwright.train.model.experts import MixtureOfExperts
 from trainwright.train.model.functions import ACTIVATIONS, clamped_swiglu, gated
 from trainwright.train.model.latent import Latent
@@ -45,21 +46,22 @@ def attention_core(
         return capped_attention(
             query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, softcap, sinks_N
         )
-    if sinks_N is not None:
-        return attention_with_sinks(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, sinks_N)
     seq_len = query_BNSH.shape[2]
     window = seq_len if sliding_window is None else sliding_window
-    if window >= seq_len and documents_BS is None:
+    is_causal = window >= seq_len and documents_BS is None
+    if not (is_causal and sinks_N is None) and has_kernel(query_BNSH, value_BKSH):
+        return banded_attention(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, sinks_N)
+    if sinks_N is not None:
+        return attention_with_sinks(query_BNSH, key_BKSH, value_BKSH, sliding_window, scale, documents_BS, sinks_N)
+    if is_causal:
         return F.scaled_dot_product_attention(
             query_BNSH, key_BKSH, value_BKSH, is_causal=True, scale=scale, enable_gqa=True
         )
-    position = torch.arange(seq_len, device=query_BNSH.device)
-    distance_SS = position[:, None] - position[None, :]
-    seen = (distance_SS >= 0) & (distance_SS < window)
+    seen_SS = seen(seq_len, seq_len, 0, window, query_BNSH)
     if documents_BS is not None:
-        seen = seen & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+        seen_SS = seen_SS & same(documents_BS, documents_BS)
     return F.scaled_dot_product_attention(
-        query_BNSH, key_BKSH, value_BKSH, attn_mask=seen, scale=scale, enable_gqa=True
+        query_BNSH, key_BKSH, value_BKSH, attn_mask=seen_SS, scale=scale, enable_gqa=True
     )
 
 

@@ -4,7 +4,8 @@
              `scaled_dot_product_attention` does it, so it is written out, some queries at a time; scores are not
              kept but made again in backward, as flash attention does (arXiv:2205.14135 s3.1).
     sinks    exp(sink) is added to the softmax's denominator (openai/gpt-oss). That is what one more key does in
-             front of all others, whose score is the sink and whose value is zero; so the fused kernels serve.
+             front of all others, whose score is the sink and whose value is zero; so the fused kernels of any
+             device serve. On a CPU `banded.py` needs no such key.
 
 Shapes and rules are those of `layers.attention_core`.
 """
@@ -15,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainwright.spec.model import reaches
+from trainwright.train.model.banded import same, seen
 from trainwright.train.model.functions import precise
 
-QUERIES_AT_A_TIME = 256
-"""Scores of so many queries are alive at one time: enough for whole matmuls, little beside a long sequence's."""
 ALIGNED = 8
 """Widths of heads that fused kernels take are multiples of it."""
 
@@ -36,19 +37,15 @@ def capped_attention(
     """Causal attention with capped scores, and with sinks where there are some."""
     seq_len, window = query_BNSH.shape[2], sliding_window or query_BNSH.shape[2]
     parts = []
-    for first in range(0, seq_len, QUERIES_AT_A_TIME):
-        last = min(first + QUERIES_AT_A_TIME, seq_len)
-        earliest = max(0, first - window + 1)
-        # Query i of this part stands at key i + first - earliest of those that it is given.
-        seen_QS = seen(last - first, last - earliest, first - earliest, window, query_BNSH.device)
-        if documents_BS is not None:
-            seen_QS = seen_QS & same(documents_BS[:, first:last], documents_BS[:, earliest:last]).unsqueeze(2)
+    for queries, keys in reaches(seq_len, window):
         part_BNQH = checkpoint(
             _capped_part,
-            query_BNSH[:, :, first:last],
-            key_BKSH[:, :, earliest:last],
-            value_BKSH[:, :, earliest:last],
-            seen_QS,
+            query_BNSH[:, :, queries],
+            key_BKSH[:, :, keys],
+            value_BKSH[:, :, keys],
+            queries.start - keys.start,
+            window,
+            None if documents_BS is None else (documents_BS[:, queries], documents_BS[:, keys]),
             _scale(scale, query_BNSH),
             softcap,
             sinks_N,
@@ -81,7 +78,7 @@ def attention_with_sinks(
     query_BNSH = F.pad(torch.cat((query_BNSH, carried_BNSH), dim=-1), (0, more - 1, 1, 0))
     seen_SS = None
     if documents_BS is not None or (sliding_window is not None and sliding_window < seq_len):
-        seen_SS = seen(seq_len + 1, seq_len + 1, 0, sliding_window or seq_len + 1, query_BNSH.device)
+        seen_SS = seen(seq_len + 1, seq_len + 1, 0, sliding_window or seq_len + 1, query_BNSH)
         if documents_BS is not None:
             documents_BS = F.pad(documents_BS, (1, 0), value=-1)
             seen_SS = seen_SS & same(documents_BS, documents_BS)
@@ -98,22 +95,13 @@ def attention_with_sinks(
     return mixed_BNSH[:, :, 1:, :width]
 
 
-def seen(queries: int, keys: int, offset: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees, query i standing at key i + offset; a window counts the query's own position."""
-    distance_QS = torch.arange(queries, device=device)[:, None] + offset - torch.arange(keys, device=device)
-    return (distance_QS >= 0) & (distance_QS < window)
-
-
-def same(one_BQ: torch.Tensor, other_BS: torch.Tensor) -> torch.Tensor:
-    """Which tokens are of one document, (B, 1, Q, S)."""
-    return (one_BQ[:, :, None] == other_BS[:, None, :]).unsqueeze(1)
-
-
 def _capped_part(
     query_BNQH: torch.Tensor,
     key_BKSH: torch.Tensor,
     value_BKSH: torch.Tensor,
-    seen_QS: torch.Tensor,
+    offset: int,
+    window: int,
+    documents: tuple[torch.Tensor, torch.Tensor] | None,
     scale: float,
     softcap: float,
     sinks_N: torch.Tensor | None,
@@ -122,7 +110,10 @@ def _capped_part(
     query_BKGQH = query_BNQH.unflatten(1, (kv_heads, -1))
     score_BKGQS = precise(query_BKGQH @ key_BKSH.unsqueeze(2).transpose(-1, -2)) * scale
     score_BKGQS = softcap * torch.tanh(score_BKGQS / softcap)
-    score_BKGQS = score_BKGQS.masked_fill(~seen_QS, -math.inf)
+    is_seen = seen(query_BNQH.shape[2], key_BKSH.shape[2], offset, window, query_BNQH)
+    if documents is not None:
+        is_seen = (is_seen & same(*documents)).unsqueeze(2)
+    score_BKGQS = score_BKGQS.masked_fill(~is_seen, -math.inf)
     if sinks_N is not None:
         sinks_BKGQ1 = precise(sinks_N).view(kv_heads, -1, 1, 1).expand(*score_BKGQS.shape[:4], 1)
         score_BKGQS = torch.cat((score_BKGQS, sinks_BKGQ1), dim=-1)

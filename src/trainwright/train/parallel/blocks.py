@@ -4,9 +4,9 @@ Softmax over all keys is a mean of softmaxes over blocks of them, weighted by ex
 (FlashAttention, arXiv:2205.14135 s3.1); in backward a block needs no more of the others than the final output and
 lse. So keys that lie on several ranks can be attended to one rank's part after the other.
 
-Where PyTorch has a flash kernel that gives the lse away, it computes the block; where it has none (other number
-formats on a GPU, values of another width than keys, masks that are neither causal nor empty) the formula is
-written out, and scores of the block are in memory.
+Where PyTorch has a flash kernel that gives the lse away, it computes the block; where it has none (values of
+another width than keys; on a GPU other number formats too, and masks that are neither causal nor empty) the
+formula is written out, and scores of the block are in memory.
 """
 
 from typing import Literal
@@ -34,7 +34,12 @@ def block_forward(
                 query_BNSH, key_BKSH, value_BKSH, is_causal=seen == "causal", scale=scale
             )
             return out_BNSH, lse_BNS
-        return _ON_CPU(query_BNSH, key_BKSH, value_BKSH, is_causal=seen == "causal", scale=scale)
+        arguments = (query_BNSH, key_BKSH, value_BKSH)
+        if isinstance(seen, str):
+            return _ON_CPU(*arguments, is_causal=seen == "causal", scale=scale)
+        out_BNSH, lse_BNS = _ON_CPU(*arguments, attn_mask=_added(seen, query_BNSH), scale=scale)
+        # Of a query that sees no key the kernel says 0.
+        return out_BNSH, lse_BNS.masked_fill(~_of_all_heads(seen).any(-1), -torch.inf)
     scores_BKGSS = _scores(query_BNSH, key_BKSH, seen, scale)
     lse_BKGS = scores_BKGSS.logsumexp(-1)
     weights_BKGSS = _weights(scores_BKGSS, lse_BKGS)
@@ -63,7 +68,8 @@ def block_backward(
             return _ON_GPU_BACKWARD(
                 *arguments, None, None, queries, keys, 0.0, seen == "causal", nothing, nothing, scale=scale
             )
-        return _ON_CPU_BACKWARD(*arguments, 0.0, seen == "causal", scale=scale)
+        mask = None if isinstance(seen, str) else _added(seen, query_BNSH)
+        return _ON_CPU_BACKWARD(*arguments, 0.0, seen == "causal", attn_mask=mask, scale=scale)
     groups = (key_BKSH.shape[1], -1)
     query_BKGSH, gradient_BKGSH, out_BKGSH = (
         _precise(each).unflatten(1, groups) for each in (query_BNSH, gradient_BNSH, out_BNSH)
@@ -104,12 +110,24 @@ class Merged:
 
 
 def _has_kernel(query_BNSH: torch.Tensor, value_BKSH: torch.Tensor, seen: Seen) -> bool:
-    if isinstance(seen, torch.Tensor) or query_BNSH.shape[-1] != value_BKSH.shape[-1]:
+    if query_BNSH.shape[-1] != value_BKSH.shape[-1]:
         return False
     if query_BNSH.is_cuda:
+        if isinstance(seen, torch.Tensor):
+            return False
         is_half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
         return is_half and query_BNSH.shape[-1] % 8 == 0 and query_BNSH.shape[-1] <= 256
     return True
+
+
+def _of_all_heads(seen: torch.Tensor) -> torch.Tensor:
+    """Without a dim for the groups of heads: (queries, keys), or (B, 1, queries, keys)."""
+    return seen if seen.ndim < 5 else seen.squeeze(2)
+
+
+def _added(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What a kernel adds to scores."""
+    return torch.where(_of_all_heads(seen), 0.0, -torch.inf).to(like.dtype)
 
 
 def _scores(query_BNSH: torch.Tensor, key_BKSH: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:

@@ -93,14 +93,15 @@ class Dispatch:
 
     def _here(self, experts: Experts) -> Weights:
         """This rank's part of the experts, as plain tensors."""
-        down_bias = _part(experts.down_bias)
-        if down_bias is not None and self.etp is not None:
-            # Each rank of etp adds its share of the bias, but all have the same rows and see the whole gradient.
-            down_bias = down_bias + (down_bias / self.etp.size() - down_bias).detach()
         up, down = _part(experts.up), _part(experts.down)
         assert up is not None
         assert down is not None
-        return Weights(up, down, _part(experts.gate), _part(experts.up_bias), down_bias, _part(experts.gate_bias))
+        gate, up_bias, down_bias, gate_bias = (
+            _part(each) for each in (experts.gate, experts.up_bias, experts.down_bias, experts.gate_bias)
+        )
+        # Each rank of etp adds its share of the bias, but all have the same rows and see the whole gradient.
+        share = 1.0 if self.etp is None else 1 / self.etp.size()
+        return Weights(up, down, gate, up_bias, down_bias, gate_bias, share)
 
     def exchange(self, rows: torch.Tensor, lengths: "_Lengths", group: dist.ProcessGroup) -> torch.Tensor:
         """All-to-all of pieces of rows along dim 0."""
