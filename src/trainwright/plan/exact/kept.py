@@ -3,6 +3,7 @@
 from collections import Counter
 
 from trainwright.plan.exact.standing import Standing, whole
+from trainwright.plan.linear import is_gathered_again
 from trainwright.plan.operations import Agreement, AttentionCore, Elementwise, Matmul, Operation, Piece, Saved
 from trainwright.plan.table import FULL
 from trainwright.spec.counts import SavedCount, Tensors
@@ -30,9 +31,11 @@ def kept(standing: Standing) -> tuple[SavedCount, ...]:
 
 def _unread_inputs(standing: Standing) -> int:
     """What came from the stage before is held until its gradient is there, though no operation keeps it: where no
-    norm and no plain matmul reads it."""
+    norm and no plain matmul reads it, and nothing gathers it once more."""
     run, policy = standing.run, standing.table.policies[0]
     if run.model.norm_placement != "post" or not run.recipe.is_low_precision or policy.marks & FULL:
+        return 0
+    if is_gathered_again(standing.table).any():
         return 0
     passes = sum(chunk.passes for chunk in standing.chunks if not chunk.is_first)
     return passes * whole(standing.piece_of(run.model.layers[0]).input_bytes)
