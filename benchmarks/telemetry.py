@@ -11,7 +11,7 @@ error (by resampling), and beside it the same of steps without against steps wit
 all. The bound says what the cost can be: how often a step changes its cause, times what that costs in a loop, plus
 the line's write, over the step.
 
-    python benchmarks/telemetry.py [--ranks 1] [--layout tp|dp|pp] [--steps 400] [--json]
+    python benchmarks/telemetry.py [--ranks 1] [--layout tp|dp|pp] [--steps 150] [--json]
 """
 
 import argparse
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layout", choices=("tp", "dp", "pp"), default="tp")
-    parser.add_argument("--steps", type=int, default=400, help="fours of steps")
+    parser.add_argument("--steps", type=int, default=150, help="fours of steps")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

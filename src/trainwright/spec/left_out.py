@@ -33,6 +33,7 @@ LEFT_OUT = (
         "largest values and scales of the blocks of weights that are gathered as codes (gather_fp8)",
         "8 bytes per block of 128 x 128 values, or per tensor",
     ),
+    LeftOut("temporaries of emulated rounding, which goes 2^17 values at a time", "2 MiB, whatever the run"),
     LeftOut(
         "statistics of routers: loads, biases that steer the choice, marks of the chosen",
         "13 bytes per token and expert in a layer's forward, 16 bytes per expert between steps",
@@ -51,8 +52,7 @@ NOT_YET = (
     "up to 4% more in a step of one microbatch whose tokens are many beside its parameters, and 5% on a stage "
     "that isn't the fullest, where a layer is recomputed and parameters stay gathered; less by the input of a "
     "pipeline's stage in fp8 and fp4 where norms stand behind blocks alone; of runs in fp8 and fp4 "
-    "few were compared in real processes, where emulated fp8-block on pp 4 holds up to 3.2% more on ranks that "
-    "are fullest in a forward: temporaries of rounding aren't counted there",
+    "few were compared in real processes",
     "masks of documents: FLOPs are those of samples of one document each, the most",
     "experts with a capacity below 1, and an odd number of rows per expert (even choices differ by one then)",
     "Muon: its matmuls and the gathers of whole matrices aren't among the planner's counts",
