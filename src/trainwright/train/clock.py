@@ -98,7 +98,7 @@ class Clock:
 
 
 class _Of:
-    """Where a cause is charged. It is entered many times a step, so it is no generator, which costs twice as much."""
+    """Where a cause is charged. It is entered many times a step, and a generator would cost twice as much."""
 
     __slots__ = ("_cause", "_clock", "_named")
 
