@@ -208,6 +208,7 @@ def test_a_wrong_assignment(
             """recipe.recompute_ops='norm,activation': must be a list, such as ["norm", "activation"]""",
         ),
         (["layout.stage_layers=1,3"], "layout.stage_layers='1,3': must be a list, such as [1, 3]"),
+        (["recipe.recompute_ops=[]"], "recipe.recompute_ops=[]: must have at least 1 item"),
         (["layout.stage_layers=2"], "layout.stage_layers=2: must be a list, such as [2]"),
     ],
 )

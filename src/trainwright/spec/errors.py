@@ -71,6 +71,10 @@ def from_validation(error: ValidationError, noun: type[BaseModel], prefix: str =
         return InvalidSpec(f"{field}={shown(value)}: must be true or false")
     if kind == "tuple_type":
         return InvalidSpec(f"{field}={shown(value)}: must be a list{_as_a_list(value)}")
+    if kind in ("too_short", "too_long"):
+        name, how = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
+        count = first["ctx"][name]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        return InvalidSpec(f"{field}={shown(value)}: must have {how} {count} item{'s' * (count != 1)}")
     return InvalidSpec(f"{field}={shown(value)}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
