@@ -21,7 +21,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ),
         (
             ["telemetry.py", "--steps", "2", "--json"],
-            {"ratio", "wall_ratio", "bound", "changes", "step_s", "steps", "mark"},
+            {
+                *("ratio", "ratio_error", "nothing_ratio", "nothing_error", "wall_ratio"),
+                *("bound", "changes", "step_s", "fours", "mark"),
+            },
         ),
         (["fp8_emulation.py", "--steps", "1", "--json"], {"mark", "step_s", "ratios"}),
         (["debug_model.py", "--work", "single", "--steps", "1"], {"seconds", "matmul_flops_per_s"}),
