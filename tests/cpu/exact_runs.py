@@ -216,8 +216,9 @@ the last integer. `tests/cpu/test_exact.py` holds the fake program to real proce
 
 FLOPs are two for a multiplication and an addition. Attention's are of the keys that a mask leaves, s (s + 1) / 2
 of s^2 under a causal one; its fused backward is 2.5 times its forward. Kernels are those of a CPU, which pads
-heads of latent attention to one width, and has none for capped scores. Choices of experts are even: token t takes
-experts (t * top_k + c) mod X. Samples are of one document.
+heads of latent attention to one width, and has none for capped scores: these are multiplied in blocks of 256
+queries and the keys that they reach, masked ones too, and once more in backward. Choices of experts are even:
+token t takes experts (t * top_k + c) mod X. Samples are of one document.
 
 ## Left out on purpose
 

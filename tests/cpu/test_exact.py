@@ -91,9 +91,18 @@ KEPT: dict[str, dict[str, Any]] = {
             **{"schedule": "dualpipe", "global_batch": 16, **LATENT_UP},
         },
     },
+    "moments in int8": {
+        **{"tp": 2, "dp": 2, "mlp": ROUTED},
+        "recipe": {"optimizer": {"moments": "int8"}, "zero": 3, "global_batch": 4},
+    },
     "as Gemma 2": {
         **{"tp": 2, "attention": {"logit_softcap": 50.0, "sliding_window": 8}},
-        "model": {"logit_softcap": 30.0, "scaled_embedding": True, "norm_placement": "sandwich"},
+        "model": {
+            "logit_softcap": 30.0,
+            "scaled_embedding": True,
+            "norm_placement": "sandwich",
+            "zero_centered_norm": True,
+        },
         "recipe": {"precision": "bf16", "recompute": "selective", "recompute_ops": ["attention"]},
     },
     "caps of long sequences, split backward": {
@@ -286,6 +295,10 @@ def test_the_verb_says_equal_and_refuses_a_rank_beyond_the_world(
     assert all(each["unequal"] == [] for each in said["ranks"])
     assert command(["dryrun", str(path), "--rank", "2"]) == 2
     assert "--rank=2: is beyond the run's 2 ranks; the last is 1" in capsys.readouterr().err
+    uneven = example_run(mlp=EXPERTS, dp=2).changed(name="uneven")
+    path.write_text(toml.write(uneven.with_value("recipe.seq_len", 17)))
+    assert command(["dryrun", str(path)]) == 2
+    assert "recipe.seq_len=17: 17 tokens of a rank choose 2 of 8 experts, " in capsys.readouterr().err
 
 
 def test_the_page_says_what_is_left_out() -> None:

@@ -8,10 +8,10 @@ from example import example_batches, example_run, part_of
 from torch import nn
 
 from trainwright.plan.predict import predict
-from trainwright.spec.recipe import Optimizer
+from trainwright.spec.recipe import INT8_BLOCK, Optimizer
 from trainwright.train.clock import Clock
 from trainwright.train.mesh import Mesh
-from trainwright.train.moments import BLOCK, MOMENT_FORMATS, code
+from trainwright.train.moments import MOMENT_FORMATS, code
 from trainwright.train.optimizer import optimizer_of
 from trainwright.train.parallel.local import bytes_of
 from trainwright.train.parallelize import Trainer, parallelize
@@ -110,8 +110,8 @@ def test_the_code_of_int8(is_signed: bool) -> None:
     assert [each.numel() for each in kept] == [256 + 6, 2]
     assert kept[0].dtype == torch.uint8
     again = MOMENT_FORMATS["int8"].unpack(kept, torch.float32, is_signed)
-    torch.testing.assert_close(again[:BLOCK], moment[:BLOCK], rtol=1e-6, atol=0)
-    assert torch.equal(again[BLOCK:-1], torch.zeros(5))
+    torch.testing.assert_close(again[:INT8_BLOCK], moment[:INT8_BLOCK], rtol=1e-6, atol=0)
+    assert torch.equal(again[INT8_BLOCK:-1], torch.zeros(5))
     tiny = MOMENT_FORMATS["int8"].pack(torch.tensor([1.0, 1e-12]), is_signed)
     small = float(MOMENT_FORMATS["int8"].unpack(tiny, torch.float32, is_signed)[1])
     assert (small == 0) == is_signed, "a second moment above zero must not become zero"

@@ -55,9 +55,10 @@ def dryrun(
             reject(
                 "--rank", each, f"is beyond the run's {run.layout.world} ranks; the last is {run.layout.world - 1}"
             )
-    from trainwright.train.dryrun.passes import require_passes
+    from trainwright.train.dryrun.passes import require_even_choices, require_passes
     from trainwright.train.dryrun.ranks import dry_runs, first_ranks
 
+    require_even_choices(run)
     if microbatches is not None:
         require_passes(run, microbatches)
     stands_for = {each: each for each in rank} if rank else first_ranks(run)

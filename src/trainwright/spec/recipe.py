@@ -30,6 +30,10 @@ ScheduleName = Literal[
 ]
 
 
+INT8_BLOCK, INT8_SCALE_BYTES = 256, 4
+"""Values of a moment that share a scale, in fp32 (arXiv:2110.02861 s2.1)."""
+
+
 class Optimizer(Noun):
     """AdamW (arXiv:1711.05101) or Muon (github.com/KellerJordan/Muon; AdamW for all that is no hidden matrix, and
     updates of AdamW's size for both, arXiv:2502.16982), and the course of its learning rate.
@@ -304,7 +308,7 @@ class Recipe(Noun):
         """Bytes of one moment of one parameter."""
         if self.precision == "fp64":
             return 8
-        return {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}[self.optimizer.moments]
+        return {"fp32": 4, "bf16": 2, "int8": 1 + INT8_SCALE_BYTES / INT8_BLOCK}[self.optimizer.moments]
 
 
 def format_of(precision: Precision) -> Format:

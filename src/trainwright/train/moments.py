@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-BLOCK = 256
+from trainwright.spec.recipe import INT8_BLOCK
+
 DECADES = 7
 """Powers of ten that the values of the code span (ibid. s1.3)."""
 
@@ -45,7 +46,9 @@ def code(is_signed: bool) -> torch.Tensor:
 
 def _to_int8(moment: torch.Tensor, is_signed: bool) -> Kept:
     values = code(is_signed).to(moment.device)
-    padded = F.pad(moment.float(), (0, -moment.numel() % BLOCK)).view(-(-moment.numel() // BLOCK), BLOCK)
+    padded = F.pad(moment.float(), (0, -moment.numel() % INT8_BLOCK)).view(
+        -(-moment.numel() // INT8_BLOCK), INT8_BLOCK
+    )
     scale = padded.abs().amax(1)
     share = padded / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     index = torch.bucketize(share, (values[:-1] + values[1:]) / 2)
@@ -57,7 +60,7 @@ def _to_int8(moment: torch.Tensor, is_signed: bool) -> Kept:
 def _from_int8(kept: Kept, dtype: torch.dtype, is_signed: bool) -> torch.Tensor:
     index, scale = kept
     values = code(is_signed).to(index.device)[index.long()]
-    return (values * scale.repeat_interleave(BLOCK)[: index.numel()]).to(dtype)
+    return (values * scale.repeat_interleave(INT8_BLOCK)[: index.numel()]).to(dtype)
 
 
 MOMENT_FORMATS: dict[str, MomentFormat] = {

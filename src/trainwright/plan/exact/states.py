@@ -16,6 +16,7 @@ from trainwright.plan.exact.standing import Chunk, Standing, whole
 from trainwright.plan.exact.tensors import Tensor, chunk_tensors, chunk_units, cut_rows
 from trainwright.plan.sharding import BUCKET_BYTES
 from trainwright.spec.precision import Operand
+from trainwright.spec.recipe import INT8_BLOCK, INT8_SCALE_BYTES, Recipe
 from trainwright.spec.schedule import round_ends
 
 
@@ -239,6 +240,13 @@ def _add_ends(standing: Standing, messages: Messages) -> None:
         messages.add("first_last", "all_reduce", FORMATS[size], shard_numel(standing, copies[0]) * size)
 
 
+def _moment_bytes(recipe: Recipe, values: int) -> int:
+    """Of a shard's moment: a number a value, and of int8 one more for each block, the last of which may be cut."""
+    if recipe.optimizer.moments != "int8":
+        return values * whole(recipe.moment_bytes)
+    return values + INT8_SCALE_BYTES * math.ceil(values / INT8_BLOCK)
+
+
 def state_bytes(standing: Standing) -> dict[str, int]:
     """Of parameters that the optimizer moves, their gradients when they are whole, and moments."""
     recipe = standing.run.recipe
@@ -250,7 +258,7 @@ def state_bytes(standing: Standing) -> dict[str, int]:
         count = 2
         if recipe.optimizer.name == "muon" and each.is_matrix and each.name.startswith("layers."):
             count = 1
-        moments += count * shard_numel(standing, each) * whole(recipe.moment_bytes)
+        moments += count * _moment_bytes(recipe, shard_numel(standing, each))
     return {
         "parameters": values * whole(recipe.master_bytes),
         "gradients": values * whole(gradient),

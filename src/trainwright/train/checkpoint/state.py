@@ -13,10 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from trainwright.spec.recipe import INT8_BLOCK
 from trainwright.train.checkpoint.headers import slices_text
 from trainwright.train.model.experts import mixtures
 from trainwright.train.model.initialize import global_name
-from trainwright.train.moments import BLOCK
 from trainwright.train.parallel.local import local_of
 from trainwright.train.parallelize import Trainer
 from trainwright.train.updates import Updates
@@ -155,7 +155,7 @@ def make_moments(trainer: Trainer, step: int) -> None:
 
 def _empty(local: torch.Tensor, kinds: tuple[str, ...], moments: str) -> dict[str, torch.Tensor]:
     if moments == "int8":
-        scales = -(-local.numel() // BLOCK)
+        scales = -(-local.numel() // INT8_BLOCK)
         made = {kind: torch.zeros(local.numel(), dtype=torch.uint8, device=local.device) for kind in kinds}
         return made | {
             f"{kind}_scale": torch.zeros(scales, dtype=torch.float32, device=local.device) for kind in kinds

@@ -3,11 +3,13 @@
 It imports no PyTorch, so that a command can refuse a number of microbatches without a second's wait.
 """
 
+import math
 from fractions import Fraction
 from typing import TypeVar
 
 from trainwright.spec.counts import Counts
 from trainwright.spec.errors import reject
+from trainwright.spec.model import MoeMlp
 from trainwright.spec.run import Run
 
 Key = TypeVar("Key")
@@ -22,6 +24,19 @@ def require_passes(run: Run, passes: int) -> None:
         reject("--microbatches", passes, why)
     if passes % run.layout.pp:
         reject("--microbatches", passes, f"must be a multiple of pp={run.layout.pp}, a round of zero=2")
+
+
+def require_even_choices(run: Run) -> None:
+    """Refuse experts that a rank's tokens of a sequence can't all be given equally often: a dry run's choices are
+    even, and the planner's numbers of rows are."""
+    tokens = run.recipe.seq_len // (run.layout.cp * run.layout.tp)
+    for layer in run.model.layer_counts():
+        mlp = layer.mlp
+        if isinstance(mlp, MoeMlp) and tokens * mlp.top_k % mlp.num_experts:
+            chosen = f"{tokens:,} tokens of a rank choose {mlp.top_k} of {mlp.num_experts} experts"
+            least = mlp.num_experts // math.gcd(mlp.num_experts, mlp.top_k) * run.layout.cp * run.layout.tp
+            why = f"{chosen}, which can't be even, as a dry run's choices are; take a multiple of {least:,}"
+            reject("recipe.seq_len", run.recipe.seq_len, why)
 
 
 def extended(once: Counts, twice: Counts, more: Fraction) -> Counts:

@@ -27,11 +27,14 @@ CLAMP, SLOPE = 7.0, 1.702
 """Of gpt-oss' clamped SwiGLU (openai/gpt-oss, gpt_oss/torch/model.py: swiglu)."""
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim (arXiv:1910.07467), computed in fp32 at least."""
-    if x.is_cuda and x.dtype == weight_D.dtype:
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, epsilon: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim (arXiv:1910.07467), computed in fp32 at least; with
+    1 + weight in the weight's place where it is `zero_centered`."""
+    if x.is_cuda and x.dtype == weight_D.dtype and not zero_centered:
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)  # one kernel, which keeps the same
-    return _RmsNorm.apply(x, weight_D, epsilon)  # pyright: ignore[reportReturnType]
+    return _RmsNorm.apply(x, weight_D, epsilon, float(zero_centered))  # pyright: ignore[reportReturnType]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -100,24 +103,25 @@ class _MadeAgain(torch.autograd.Function):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, epsilon: float, more: float) -> torch.Tensor:
         wide = precise(x)
         square = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
         scale = torch.rsqrt(square / x.shape[-1] + epsilon)
         ctx.save_for_backward(x, weight_D, scale)
-        return (wide * scale).mul_(precise(weight_D)).to(x.dtype)
+        ctx.more = more
+        return (wide * scale).mul_(precise(weight_D) + more if more else precise(weight_D)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         # y = n * w with n = x * scale: dn = dy * w, and dx = scale * (dn - n * mean(dn * n)).
         x, weight_D, scale = ctx.saved_tensors
         upstream = precise(gradients[0])
         normal = precise(x) * scale
         d_weight = (upstream * normal).flatten(0, -2).sum(0)
-        d_normal = upstream * precise(weight_D)
+        d_normal = upstream * (precise(weight_D) + ctx.more if ctx.more else precise(weight_D))
         mean = torch.linalg.vecdot(d_normal, normal).unsqueeze_(-1).div_(x.shape[-1])
         d_x = d_normal.addcmul_(normal, mean, value=-1).mul_(scale)
-        return d_x.to(x.dtype), d_weight.to(weight_D.dtype), None
+        return d_x.to(x.dtype), d_weight.to(weight_D.dtype), None, None
 
 
 class _Gated(torch.autograd.Function):

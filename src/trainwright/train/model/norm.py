@@ -23,9 +23,9 @@ class Norm(nn.Module):
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The norm with these parameters, which are this module's or a rank's plain view of them."""
-        scale = self.scale(weight)
         if self.kind == "rmsnorm":
-            return rms_norm(x, scale, self.epsilon)
+            return rms_norm(x, weight, self.epsilon, zero_centered=self.zero_centered)
+        scale = self.scale(weight)
         bias = None if bias is None else bias.to(scale.dtype)
         return F.layer_norm(x.to(scale.dtype), scale.shape, scale, bias, self.epsilon).to(x.dtype)
 
