@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -31,17 +32,22 @@ class MomentFormat(NamedTuple):
     unpack: Callable[[Kept, torch.dtype, bool], torch.Tensor]
 
 
-@functools.cache
 def code(is_signed: bool) -> torch.Tensor:
-    """The 256 values, in order: in each decade from 10^-7 on twice as many as in the one below, at the middles of
-    equal intervals of its upper nine tenths; and 0 and 1."""
+    """The 256 values (256,), fp32. No tensor is cached: one of a run without numbers would stay."""
+    return torch.tensor(_values(is_signed), dtype=torch.float32)
+
+
+@functools.cache
+def _values(is_signed: bool) -> tuple[float, ...]:
+    """In order: in each decade from 10^-7 on twice as many as in the one below, at the middles of equal intervals
+    of its upper nine tenths; and 0 and 1."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         intervals = 2 ** (decade if is_signed else decade + 1)
-        edges = torch.linspace(0.1, 1.0, intervals + 1, dtype=torch.float64)
+        edges = np.linspace(0.1, 1.0, intervals + 1)
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - DECADES + 1)).tolist()
         values += middles + ([-each for each in middles] if is_signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return tuple(sorted(values))
 
 
 def _to_int8(moment: torch.Tensor, is_signed: bool) -> Kept:
